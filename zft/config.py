@@ -1,0 +1,317 @@
+"""Configuration: enums, defaults, frozen dataclasses, and the error that names a bad value.
+
+The one place where a default lives. Everything else imports from here; this file imports nothing of zft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class ZftError(Exception):
+    """A mistake in the user's input: what is wrong, which value, how to fix it. The command exits with status 2."""
+
+
+class Tier(StrEnum):
+    """Where bytes live. Without a GPU, device and cpu are separately counted buffers in the same RAM."""
+
+    device = "device"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class Precision(StrEnum):
+    """What the optimizer keeps for a parameter: bf16 hi+lo+m+v (12 bytes), fp16 hi+master+m+v (14), fp32 w+m+v (12)."""
+
+    auto = "auto"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+class Activation(StrEnum):
+    """What a unit keeps for the backward pass.
+
+    none: its whole graph; full: its inputs only (recomputes everything); selective: inputs and attention outputs;
+    offload: inputs, moved to `activation_tier`.
+    """
+
+    none = "none"
+    full = "full"
+    selective = "selective"
+    offload = "offload"
+
+
+class Nonfinite(StrEnum):
+    """What a step does when its gradient norm is not finite: leave everything untouched and count it, or raise."""
+
+    skip = "skip"
+    # `raise` is a Python keyword, the value is what the user types
+    raise_ = "raise"
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Decoupled weight decay Adam (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2)."""
+
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Applied to matrices only: norms and biases are never decayed."""
+    compact: bool = False
+    """8-bit moments and residual with block scales (hi 2 + lo 1 + m 1 + v 1 bytes). Not exact."""
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent with momentum (no dampening, no Nesterov), as in torch.optim.SGD."""
+
+    lr: float = 1e-3
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Lion:
+    """Sign of an interpolated momentum (Chen et al. 2023, arXiv 2302.06675, algorithm 2)."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+
+
+Optim = AdamW | SGD | Lion
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Where state lives and how a step runs. The fields are the keys of `engine.*`."""
+
+    stage: int = 3
+    """What is sharded over ranks: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters (DeepSpeed: zero_optimization.stage)."""
+    param_tier: Tier = Tier.device
+    """Home of the weights that compute, `hi` (DeepSpeed: offload_param)."""
+    state_tier: Tier = Tier.device
+    """Home of lo, m, v (DeepSpeed: offload_optimizer)."""
+    grad_tier: Tier = Tier.device
+    """Where finished gradients wait for the global norm."""
+    nvme_dir: str | None = None
+    """Folder for the nvme tier; required when any tier is nvme. One run at a time."""
+    precision: Precision = Precision.auto
+    """auto is bf16."""
+    compute_dtype: str = "auto"
+    """auto, float32, bfloat16 or float16. auto: the record's dtype on a GPU, float32 on a CPU (it multiplies float32 faster)."""
+    activation: Activation = Activation.full
+    activation_tier: Tier = Tier.cpu
+    """Where activation=offload moves unit inputs: cpu or nvme."""
+    max_grad_norm: float | None = 1.0
+    """Clip to this global L2 norm; null turns clipping off."""
+    nonfinite: Nonfinite = Nonfinite.skip
+    wave: int | None = None
+    """Micro-batches that pass through a unit together; null: all of a step."""
+    compute_device: str | None = None
+    """null: cuda if there is one, else cpu."""
+    optim: Optim = field(default_factory=AdamW)
+    compile: bool = False
+    """torch.compile each unit's inner forward."""
+    seed: int = 0
+    """Seeds dropout, one stream for each (seed, step, micro-batch)."""
+    shard_ranks: int | None = None
+    """Ranks that share one copy; null: all. Fewer makes a replicate x shard mesh (must divide the world size)."""
+    reduce_dtype: str = "float32"
+    """Dtype in which gradients are reduced over ranks: float32 or bfloat16."""
+    update_threads: int | None = None
+    """Threads of the streamed update; null: the cores this process may use."""
+    nvme_threads: int = 4
+    """NVMe requests in flight."""
+    loss_chunk_bytes: int = 64 << 20
+    """Upper bound for one chunk of float32 logits in the default loss."""
+    timeout_s: float = 600.0
+    """A collective that waits longer than this raises on every rank (seconds)."""
+    pin_memory: bool = True
+    """Pin the host buffers that cross PCIe. Without a GPU this has no effect."""
+
+
+class Method(StrEnum):
+    """What is trained: every weight, or an adapter of PEFT's."""
+
+    full = "full"
+    lora = "lora"
+    dora = "dora"
+    rslora = "rslora"
+    qlora = "qlora"
+
+
+class Schedule(StrEnum):
+    """The learning rate after warm-up (zft.optim.schedules)."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class RowFormat(StrEnum):
+    """The format of the rows; auto detects it and prints it."""
+
+    auto = "auto"
+    messages = "messages"
+    sharegpt = "sharegpt"
+    alpaca = "alpaca"
+    prompt_completion = "prompt_completion"
+    text = "text"
+    preference = "preference"
+    unpaired = "unpaired"
+
+
+class Truncate(StrEnum):
+    """What happens to a row that is longer than train.seq_len. Counted in the report either way."""
+
+    drop = "drop"
+    cut = "cut"
+    error = "error"
+
+
+class TrainOn(StrEnum):
+    """The tokens that are learned: every assistant turn, the last one only, or prompts and answers alike."""
+
+    assistant = "assistant"
+    last = "last"
+    all = "all"
+
+
+class OnError(StrEnum):
+    """What happens to a bad row: stop and name it, or count it and go on."""
+
+    error = "error"
+    skip = "skip"
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """One entry of `data=`: a file, a folder or a Hub id, and its share in a mixture."""
+
+    path: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How rows become tokens: the keys of `data_options.*`."""
+
+    format: RowFormat = RowFormat.auto
+    split: str = "train"
+    """Split of a Hub data set."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Names of columns that differ from the format's, as {prompt: question, completion: answer}."""
+    pack: bool = False
+    """Put several rows into one sequence, kept apart by position ids and attention."""
+    truncate: Truncate = Truncate.cut
+    train_on: TrainOn = TrainOn.assistant
+    chat_template: str | None = None
+    """chatml or the path of a Jinja file; null: the tokenizer's own."""
+    on_error: OnError = OnError.error
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """What is trained: the keys of `method.*`. All but the name concern adapters."""
+
+    name: Method = Method.full
+    r: int = 16
+    """Rank of the adapter."""
+    alpha: float = 32.0
+    """The adapter's output is scaled by alpha / r (rslora: alpha / sqrt(r))."""
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ("all-linear",)
+    """Names of the modules that get an adapter; all-linear: every linear layer but the head."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules trained in full beside the adapter."""
+    adapter: str | None = None
+    """Folder of an adapter to go on from."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The length of a run and its step: the keys of `train.*`."""
+
+    steps: int | None = None
+    """Optimizer steps; null: as many as `epochs` gives."""
+    epochs: int = 1
+    """Passes over the data, when `steps` is null."""
+    micro_batch_size: int = 1
+    """Sequences of one forward pass, on each rank."""
+    grad_accum_steps: int = 8
+    """Micro-batches of one optimizer step, on each rank. They do not repeat the weight traffic."""
+    seq_len: int = 2048
+    """Longest sequence, in tokens."""
+    lr: float | None = None
+    """Peak learning rate; null: 1e-5 for every weight, 2e-4 for adapters (sgd 1e-3, lion 1e-6)."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate grows from zero."""
+    schedule: Schedule = Schedule.cosine
+    min_lr_ratio: float = 0.0
+    """The schedule ends at this share of the peak."""
+    weight_decay: float = 0.0
+    """Norms and biases are never decayed."""
+    max_grad_norm: float | None = 1.0
+    """Clip to this global L2 norm; null turns clipping off."""
+    seed: int = 0
+    """Seeds the order of the data and dropout."""
+    save_every: int | None = None
+    """Steps between checkpoints; null: only at the end."""
+    keep: int = 2
+    """Newest checkpoints that stay; the best one stays too."""
+    eval_every: int | None = None
+    """Steps between evaluations on `eval_data`; null: only at the end."""
+    stop_after: int | None = None
+    """Stop with a checkpoint after this step, the schedule untouched; `zft resume` goes on."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Sizes (GiB), bandwidths (GB/s) and speed of one rank's machine; null: measured here. For the planner."""
+
+    name: str = "this"
+    device_gib: float | None = None
+    host_gib: float | None = None
+    nvme_gib: float | None = None
+    h2d_gbps: float | None = None
+    d2h_gbps: float | None = None
+    dram_gbps: float | None = None
+    nvme_read_gbps: float | None = None
+    nvme_write_gbps: float | None = None
+    tflops: float | None = None
+    """Dense bfloat16 matrix products (10^12 operations a second)."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run, resolved. `zft.compose` makes it from the command line, `OUT/config.yaml` keeps it."""
+
+    recipe: str
+    """A name of recipes/ or the path of a script."""
+    model: str
+    """Hub id, local folder or .gguf file."""
+    data: tuple[DataSource, ...]
+    """File (jsonl, json, csv, parquet, txt), folder or Hub id, or a list of them, with weights if need be."""
+    out: str
+    """Run folder; null: runs/RECIPE-MODEL-TIME."""
+    engine: EngineConfig
+    auto_tiers: tuple[str, ...] = ()
+    """The tier fields of `engine` that the planner chooses."""
+    eval_data: tuple[DataSource, ...] = ()
+    """Data to evaluate on, given like `data`."""
+    method: MethodConfig = field(default_factory=MethodConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data_options: DataOptions = field(default_factory=DataOptions)
+    hardware: Hardware = field(default_factory=Hardware)
+    overwrite: bool = False
+    """Replace an earlier run's folder."""
+    nproc: int = 1
+    """Ranks to start on this machine."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+    track: str | None = None
+    """trackio or wandb: send the metrics there too."""
