@@ -1,0 +1,76 @@
+"""Host memory: page-aligned buffers and the pinned arena."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
+import torch
+
+from zft.config import ZftError
+
+PAGE = 4096
+"""Alignment of buffers and of NVMe offsets (bytes)."""
+_MMAP_FROM = 1 << 20
+
+
+def round_up(nbytes: int, multiple: int = PAGE) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
+def aligned_empty(nbytes: int) -> torch.Tensor:
+    """uint8 tensor [nbytes] whose first byte is page-aligned; its storage reaches to the end of the last page.
+
+    From 1 MiB on it has its own mapping, so that dropping the last reference returns the memory to the system.
+    """
+    capacity = max(round_up(nbytes), PAGE)
+    if capacity >= _MMAP_FROM:
+        return torch.frombuffer(mmap.mmap(-1, capacity), dtype=torch.uint8, count=nbytes)
+    raw = torch.empty(capacity + PAGE, dtype=torch.uint8)
+    start = -raw.data_ptr() % PAGE
+    return raw[start : start + nbytes]
+
+
+class Arena:
+    """One host buffer of an exact size, pinned for CUDA, from which page-aligned pieces are taken.
+
+    PyTorch's own pinned allocator rounds to powers of two; this one costs what it says. Without CUDA, or with
+    pin=False, it is plain memory. Pieces stay readable after close(), but are no longer pinned.
+    """
+
+    def __init__(self, nbytes: int, pin: bool = True):
+        self.nbytes = round_up(nbytes)
+        self.used_bytes = 0
+        self._buffer = aligned_empty(self.nbytes)
+        self.pinned = pin and self.nbytes > 0 and torch.cuda.is_available()
+        self._unpin = lambda: None
+        if self.pinned:
+            address = self._buffer.data_ptr()
+            status = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
+            if status != 0:
+                raise ZftError(f"could not pin {self.nbytes} bytes of host memory (cudaHostRegister: {status}); "
+                               "set engine.pin_memory=false")
+            # the closure keeps the mapping alive until it is unregistered
+            self._unpin = weakref.finalize(self, _unregister, self._buffer)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 view [nbytes] of the next free, page-aligned piece."""
+        start = self.used_bytes
+        end = start + round_up(nbytes)
+        assert end <= self.nbytes, f"arena of {self.nbytes} bytes is full: {start} used, {nbytes} asked"
+        self.used_bytes = end
+        return self._buffer[start : start + nbytes]
+
+    def close(self) -> None:
+        self._unpin()
+        self.pinned = False
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def _unregister(buffer: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
