@@ -1,0 +1,1 @@
+"""Hugging Face causal LMs: found, built on meta, streamed, and their loss."""

@@ -1,0 +1,205 @@
+"""A causal LM on the meta device, ready for weights to be streamed in, and its tokenizer.
+
+    build_model(folder)  -> structure without weights; rotary tables and the like are real, as from_pretrained makes them
+    grow(model, rows)    -> room for tokens that the tokenizer has and the model lacks
+    HubWeights(folder, model).read(names)  -> the weights, one unit at a time (zft/models/weights.py)
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zft.config import ZftError
+from zft.models.tensorfile import TensorFile
+from zft.models.weights import HubWeights, stored_name, weight_files
+
+__all__ = ["HubWeights", "build_model", "check_tokens", "grow", "load_config", "load_tokenizer", "tokenizer_rows"]
+
+log = logging.getLogger(__name__)
+
+
+def load_config(folder: str | Path, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a local folder. Raises ZftError in one line for anything that is wrong with it."""
+    from transformers import AutoConfig
+
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ZftError(f"{folder} has no config.json; give a folder that from_pretrained can load, a .gguf or a Hub id")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:
+        raise ZftError(_reason(folder, error)) from error
+    if getattr(config, "quantization_config", None) is not None:
+        method = config.quantization_config
+        method = method.get("quant_method", "?") if isinstance(method, dict) else method.quant_method
+        raise ZftError(f"{folder} holds weights quantized with {method}; full weights are needed, dequantize them first")
+    return config
+
+
+def _reason(folder: Path, error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text or "custom code" in text:
+        return f"{folder} needs code that comes with the model; read it, then set trust_remote_code=true"
+    return f"{folder} cannot be loaded: {text[:200] or type(error).__name__}"
+
+
+def build_model(
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """The model of a folder with all parameters and persistent buffers on meta, in train mode, tied where it is tied.
+
+    dtype: of the parameters; None: what config.json says, else that of the first weight (from_pretrained's "auto").
+    `_keep_in_fp32_modules` stay float32 as in from_pretrained. Non-persistent buffers are real CPU tensors with exactly
+    the values that from_pretrained gives. Raises ZftError.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(folder)
+    config = load_config(folder, trust_remote_code)
+    files = weight_files(folder)
+    dtype = dtype or _stored_dtype(config, files)
+    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+    try:
+        with torch.device("meta"), _no_init():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code, **options
+            )
+    except Exception as error:
+        raise ZftError(_reason(folder, error)) from error
+    config.name_or_path = model.config.name_or_path = model.name_or_path = str(folder)
+    _tie(model, folder)
+    _keep_in_fp32(model, dtype)
+    _real_buffers(model)
+    _generation_config(model, folder)
+    return model.train()
+
+
+def _stored_dtype(config: Any, files: dict[str, Path]) -> torch.dtype:
+    stored = config.dtype if getattr(config, "dtype", None) is not None else config.get_text_config().dtype
+    if isinstance(stored, str):
+        stored = getattr(torch, stored)
+    if stored is not None:
+        return stored
+    for path in dict.fromkeys(files.values()):
+        with TensorFile(path) as file:
+            for entry in file.entries.values():
+                if entry.dtype.is_floating_point:
+                    return entry.dtype
+    return torch.float32
+
+
+def _no_init() -> Any:
+    from transformers import initialization
+
+    return initialization.no_init_weights()
+
+
+def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters that transformers loads in float32 whatever the dtype (PreTrainedModel._get_dtype_plan)."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    from transformers.core_model_loading import build_glob_alternation
+
+    pattern, group_to_glob, _ = build_glob_alternation(list(plan))
+    seen: set[int] = set()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        found = pattern.search(name)
+        if found is not None and id(tensor) not in seen and tensor.is_floating_point():
+            seen.add(id(tensor))
+            tensor.data = tensor.data.to(plan[group_to_glob[found.lastgroup]])
+
+
+@torch.no_grad()
+def _real_buffers(model: nn.Module) -> None:
+    """Non-persistent buffers by transformers' own initialisation, which skips everything that is marked as initialised."""
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, torch.empty_like(buffer, device="cpu"))
+    model.initialize_weights()
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+
+
+def _tie(model: nn.Module, folder: Path) -> None:
+    """Ties as the config says, except where the folder stores different values: that config is wrong (as from_pretrained)."""
+    tied = dict(model.all_tied_weights_keys)
+    files = weight_files(folder) if tied else {}
+    names = model.state_dict()
+    stored = {stored_name(key, model, names): key for key in files}
+    for target, source in tied.items():
+        if target in stored and source in stored and not _same(files, stored[target], stored[source]):
+            log.warning("%s ties %s to %s but stores different values: left untied", folder, target, source)
+            model.all_tied_weights_keys.pop(target)
+            model.config.tie_word_embeddings = False
+    model.tie_weights(recompute_mapping=False)
+
+
+def _same(files: dict[str, Path], first: str, second: str) -> bool:
+    with TensorFile(files[first]) as a, TensorFile(files[second]) as b:
+        if a.entries[first].shape != b.entries[second].shape or a.entries[first].dtype != b.entries[second].dtype:
+            return False
+        return a.equal(first, b, second)
+
+
+def _generation_config(model: nn.Module, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            log.warning("%s: generation_config.json is not usable (%s)", folder, " ".join(str(error).split()))
+
+
+def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a local folder. Raises ZftError if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise ZftError(f"{folder} has no usable tokenizer ({text[:160]}); save one with save_pretrained there") from error
+
+
+def tokenizer_rows(tokenizer: Any) -> int:
+    """Rows that an embedding needs for this tokenizer: its highest id + 1 (gaps count, `len` would not)."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def grow(model: nn.Module, rows: int) -> bool:
+    """Makes room for `rows` tokens in the input embedding and the head of a model on meta; never shrinks.
+
+    Sets config.vocab_size; True if anything changed. The values come from HubWeights: old rows bit for bit, new rows
+    their float32 mean, the same on every rank. Call before HubWeights is made.
+    """
+    embedding = model.get_input_embeddings()
+    if rows <= embedding.weight.shape[0]:
+        return False
+    if embedding.weight.device.type != "meta":
+        raise AssertionError("grow expects a model on meta")
+    with _no_init(), torch.device("meta"):
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    if model.get_input_embeddings().weight.shape[0] != rows:
+        raise ZftError(f"the embedding of {type(model).__name__} cannot be resized to {rows} tokens")
+    return True
+
+
+def check_tokens(model: nn.Module, tokenizer: Any) -> None:
+    """Raises ZftError if the tokenizer can produce an id that the embedding has no row for."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    need = tokenizer_rows(tokenizer)
+    if need > rows:
+        name = tokenizer.convert_ids_to_tokens(need - 1)
+        raise ZftError(f"token {name!r} has id {need - 1} but the model has {rows} rows; use this model's own tokenizer")
