@@ -94,7 +94,7 @@ def _fields(precision: Precision, optim, compact: bool) -> tuple[Field, ...]:
     }[precision]
     if compact:
         scales = (Field("m_scale", torch.float32, COMPACT_BLOCK), Field("v_scale", torch.float32, COMPACT_BLOCK))
-        return (*weight, Field("m", torch.uint8), Field("v", torch.uint8), *scales)
+        return (*weight, Field("m", torch.int8), Field("v", torch.uint8), *scales)
     moments = ("m", "v") if isinstance(optim, AdamW) else ("m",)
     return weight + tuple(Field(name, torch.float32) for name in moments)
 
