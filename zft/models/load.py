@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,20 +103,28 @@ def _no_init() -> Any:
     return initialization.no_init_weights()
 
 
-def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters that transformers loads in float32 whatever the dtype (PreTrainedModel._get_dtype_plan)."""
+def dtype_plan(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+    """name -> the dtype that transformers insists on for it when loading in `dtype` (_keep_in_fp32_modules), or None."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
-        return
+        return lambda name: None
     from transformers.core_model_loading import build_glob_alternation
 
     pattern, group_to_glob, _ = build_glob_alternation(list(plan))
-    seen: set[int] = set()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+
+    def planned(name: str) -> torch.dtype | None:
         found = pattern.search(name)
-        if found is not None and id(tensor) not in seen and tensor.is_floating_point():
-            seen.add(id(tensor))
-            tensor.data = tensor.data.to(plan[group_to_glob[found.lastgroup]])
+        return plan[group_to_glob[found.lastgroup]] if found is not None else None
+
+    return planned
+
+
+def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
+    planned = dtype_plan(model, dtype)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        wanted = planned(name)
+        if wanted is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(wanted)
 
 
 @torch.no_grad()

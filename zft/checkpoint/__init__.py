@@ -1,0 +1,1 @@
+"""Checkpoints to resume from, and folders that the Hub and transformers understand."""
