@@ -28,7 +28,7 @@ from zft.checkpoint.writer import TensorFileWriter, TensorSpec
 from zft.config import ZftError
 from zft.models.weights import INDEX
 
-__all__ = ["ExportError", "ExportReport", "Exporter", "export_folder", "verify_export"]
+__all__ = ["ExportError", "ExportOptions", "ExportReport", "Exporter", "export_folder", "verify_export"]
 
 log = logging.getLogger(__name__)
 

@@ -25,21 +25,25 @@ def export_names(model: nn.Module) -> dict[str, Tensor]:
 
     Of tied names the one that transformers declares as the source is kept (`_tied_weights_keys`), as in save_pretrained.
     """
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    alias = aliases(model)
+    tensors = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in tensors.items() if alias[name] == name and name not in ignored}
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Every name of the model's parameters and persistent buffers -> the name under which it is written."""
+    declared = dict(getattr(model, "all_tied_weights_keys", None) or {})
     by_tensor: dict[int, list[str]] = {}
     tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
         by_tensor.setdefault(id(tensor), []).append(name)
-    kept = {([n for n in names if n not in tied] or names)[0] for names in by_tensor.values()}
-    return {name: tensor for name, tensor in tensors.items() if name in kept and name not in ignored}
-
-
-def aliases(model: nn.Module) -> dict[str, str]:
-    """Every name of a written tensor -> the name under which it is written."""
-    written = {id(tensor): name for name, tensor in export_names(model).items()}
-    tensors = model.state_dict(keep_vars=True)
-    return {name: written[id(tensor)] for name, tensor in tensors.items() if id(tensor) in written}
+    alias = {}
+    for names in by_tensor.values():
+        owner = next((name for name in names if name not in declared), names[0])
+        alias.update(dict.fromkeys(names, owner))
+    # declared ties hold even if an engine has put separate stand-ins in their places
+    return {name: alias.get(declared.get(name, ""), owner) for name, owner in alias.items()}
 
 
 def export_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:

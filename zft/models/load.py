@@ -198,8 +198,11 @@ def grow(model: nn.Module, rows: int) -> bool:
         return False
     if embedding.weight.device.type != "meta":
         raise AssertionError("grow expects a model on meta")
+    before = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     with _no_init(), torch.device("meta"):
         model.resize_token_embeddings(rows, mean_resizing=False)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    model._grown_names = {name for name, parameter in after.items() if parameter.shape != before[name]}
     if model.get_input_embeddings().weight.shape[0] != rows:
         raise ZftError(f"the embedding of {type(model).__name__} cannot be resized to {rows} tokens")
     return True

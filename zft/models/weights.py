@@ -99,7 +99,7 @@ class HubWeights:
         self._groups, self.unexpected = self._rename(model)
         model._weight_conversions = [each for each in self._mapping if each.was_used()]
         self._alias = _tied_names(model)
-        self._growable = _vocabulary_names(model)
+        self._growable: set[str] = getattr(model, "_grown_names", set())  # set by zft.models.load.grow
         self._check_missing(model)
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
@@ -284,13 +284,6 @@ def _tied_names(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_tensor.setdefault(id(parameter), []).append(name)
     return {name: [n for n in names if n != name] for names in by_tensor.values() if len(names) > 1 for name in names}
-
-
-def _vocabulary_names(model: nn.Module) -> set[str]:
-    """Parameters with a row for each token: the input embedding and the output head."""
-    ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
-    ids = {id(parameter) for each in ends for parameter in each.parameters(recurse=False)}
-    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in ids}
 
 
 def _ignored_unexpected(model: nn.Module) -> set[str]:
