@@ -145,15 +145,16 @@ class Method(StrEnum):
 
 
 class Schedule(StrEnum):
-    """The learning rate after warm-up (zft.optim.schedules)."""
+    """The learning rate after warm-up (zft.optim.schedules); wsd holds it and decays in the last fifth."""
 
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
+    wsd = "wsd"
 
 
-class RowFormat(StrEnum):
-    """The format of the rows; auto detects it and prints it."""
+class Format(StrEnum):
+    """The shape of a row. auto: told from the columns of a source's first row."""
 
     auto = "auto"
     messages = "messages"
@@ -166,15 +167,21 @@ class RowFormat(StrEnum):
 
 
 class Truncate(StrEnum):
-    """What happens to a row that is longer than train.seq_len. Counted in the report either way."""
+    """What happens to a row longer than seq_len.
 
-    drop = "drop"
+    cut: keep its first seq_len tokens; drop: leave it out; error: refuse the data; split: go on in a further sequence
+    that repeats one token, so that no target is lost. auto: split documents (pretraining, .txt files), cut the rest.
+    """
+
+    auto = "auto"
     cut = "cut"
+    drop = "drop"
     error = "error"
+    split = "split"
 
 
 class TrainOn(StrEnum):
-    """The tokens that are learned: every assistant turn, the last one only, or prompts and answers alike."""
+    """Which tokens of a conversation are targets: every assistant turn, the last one, or all tokens."""
 
     assistant = "assistant"
     last = "last"
@@ -182,36 +189,53 @@ class TrainOn(StrEnum):
 
 
 class OnError(StrEnum):
-    """What happens to a bad row: stop and name it, or count it and go on."""
+    """What a bad row does: stop with its file and line, or be counted and left out."""
 
-    error = "error"
+    # `raise` is a Python keyword, the value is what the user types
+    raise_ = "raise"
     skip = "skip"
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """One entry of `data=`: a file, a folder or a Hub id, and its share in a mixture."""
+    """One entry of `data=`: a file, a folder or a Hub id, and its share in a mixture (null: by its size)."""
 
     path: str
-    weight: float = 1.0
+    weight: float | None = None
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How rows become tokens: the keys of `data_options.*`."""
+    """How rows are read, rendered, cut and batched: the keys of `data_options.*`."""
 
-    format: RowFormat = RowFormat.auto
+    format: Format = Format.auto
     split: str = "train"
-    """Split of a Hub data set."""
+    """Split of a Hub data set; in a folder, files of other splits (by name: train, test, validation) are left out."""
+    subset: str | None = None
+    """Configuration name of a Hub data set that has several."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Names of columns that differ from the format's, as {prompt: question, completion: answer}."""
-    pack: bool = False
-    """Put several rows into one sequence, kept apart by position ids and attention."""
-    truncate: Truncate = Truncate.cut
+    """zft's name → the file's name, as in {instruction: question, output: answer}."""
+    pack: bool | None = None
+    """Fill sequences of seq_len with several rows that don't see each other. null: pretraining yes, sft no."""
+    padding_free: bool = False
+    """Lay a micro-batch's rows out in one row without padding. Flash attention keeps packed rows apart only this way."""
+    length_grouped: bool = False
+    """Put rows of similar length in one micro-batch (less padding; not with packing)."""
+    truncate: Truncate = Truncate.auto
     train_on: TrainOn = TrainOn.assistant
     chat_template: str | None = None
-    """chatml or the path of a Jinja file; null: the tokenizer's own."""
-    on_error: OnError = OnError.error
+    """chatml, a template file, or a template; null: the tokenizer's own."""
+    fold_system: bool = False
+    """Where the template refuses a system turn, put its text at the head of the first user turn."""
+    on_error: OnError = OnError.raise_
+    streaming: bool = False
+    """Read a Hub data set as a stream, without a copy of it on the disk. Local files are always streamed."""
+    max_rows: int | None = None
+    """Stop reading after so many rows (of each file list entry)."""
+    num_workers: int = 0
+    """Processes that render and tokenize; 0: this one. The result doesn't depend on it."""
+    eval_share: float = 0.0
+    """Share of the rows held out for evaluation, between 0 and 1; taken before packing."""
 
 
 @dataclass(frozen=True)

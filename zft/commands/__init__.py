@@ -1,0 +1,1 @@
+"""The verbs of the command `zft`, one file each: `add(app)` registers it."""

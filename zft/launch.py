@@ -1,0 +1,82 @@
+"""`nproc=N`: N ranks on this machine from the resolved configuration, by torchrun's own launcher.
+
+The ranks run in sessions of their own, so that Ctrl-C reaches only this process; it asks each rank once to save and
+stop, and a second time to end at once. As a module it is what a rank runs: `python -m zft.launch CONFIG [resume]`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from zft.config import RunConfig
+from zft.execute import execute
+from zft.status import FAILED, STOPPED
+from zft.train.folder import RunFolder
+from zft.tree import build, read_tree, to_yaml
+
+
+def launch(run: RunConfig, resume: bool) -> int:
+    """Start the ranks and wait; returns the exit status of the first rank that failed, or of all."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # a rank that fails has said why in its one line
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="zft-") as folder:
+        resolved = Path(folder) / "config.yaml"
+        resolved.write_text(to_yaml(run), encoding="utf-8")
+        settings = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=run.nproc, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+            run_id=Path(folder).name, max_restarts=0, start_method="spawn", signals_to_handle="SIGHUP,SIGQUIT",
+        )  # fmt: skip
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // run.nproc)))
+        asked = _pass_on_signals()
+        try:
+            elastic_launch(settings, sys.executable)("-m", "zft.launch", str(resolved), *(["resume"] if resume else []))
+        except ChildFailedError as error:
+            return STOPPED if asked else _status(error)
+        return STOPPED if asked else 0
+
+
+def _status(error) -> int:
+    codes = [failure.exitcode for failure in error.failures.values()]
+    return max((code for code in codes if code > 0), default=FAILED)
+
+
+def _pass_on_signals() -> list[int]:
+    """Send SIGINT and SIGTERM on to the ranks; returns the list that receives them."""
+    import psutil
+
+    received: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        received.append(number)
+        for child in psutil.Process().children():
+            child.send_signal(signal.SIGTERM)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    return received
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worker(config: str, *resume: str) -> int:
+    """One rank."""
+    run = build(read_tree(Path(config)), Path.cwd())
+    status = execute(run, bool(resume))
+    # the launcher ends the other ranks when one fails, and they are still saving
+    return 0 if status == STOPPED and RunFolder(run.out).is_run else status
+
+
+if __name__ == "__main__":
+    from zft.cli import guarded
+
+    sys.exit(guarded(lambda: worker(*sys.argv[1:])))

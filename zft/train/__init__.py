@@ -1,0 +1,1 @@
+"""The run around the engine: its folder, its resumable state and the loop."""
