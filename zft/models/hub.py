@@ -75,8 +75,9 @@ def _download(model: str, revision: str | None) -> Path:
             "`hf auth login` or set HF_TOKEN"
         ) from error
     except errors.LocalEntryNotFoundError as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:120]
         raise ZftError(
-            f"model={model} is not a folder here and the Hub cannot be reached; check the network or give a local folder"
+            f"model={model} is not a folder here and the Hub cannot be reached ({reason}); check the network or give a folder"
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:160]
