@@ -155,6 +155,8 @@ def update(split_weights, master, m, v, bf16_grad, f32_grad, segments, grad_scal
 # the same result wherever the element lies.
 
 HASH = np.uint32(2654435761)
+LEAST_SCALE = np.float32(1e-28)
+"""Of a block's largest magnitude: the inverse of anything smaller overflows."""
 
 
 @_jit
@@ -170,10 +172,9 @@ def split8(master, hi, lo):
     unsigned = master.view(np.uint32)
     for i in range(master.size):
         b = unsigned[i]
-        if (b & np.uint32(0x7F800000)) != np.uint32(0x7F800000):
-            unsigned[i] = (b + (np.uint32(b * HASH) >> np.uint32(24))) & np.uint32(0xFFFFFF00)
-        elif (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-            unsigned[i] = np.uint32(0x7FC00000)
+        rounded = (b + (np.uint32(b * HASH) >> np.uint32(24))) & np.uint32(0xFFFFFF00)
+        special = np.uint32(0x7FC00000) if (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000) else b
+        unsigned[i] = rounded if (b & np.uint32(0x7F800000)) != np.uint32(0x7F800000) else special
     bits = master.view(np.int32)
     for i in range(hi.size):
         top = np.int32(bits[i] + np.int32(0x8000)) >> np.int32(16)
@@ -196,28 +197,28 @@ def absmax(values):
 @_jit
 def decode8(codes, scale, levels, out):
     """codes: int8 or uint8; value = sign * (|code| / levels)^4 * scale."""
-    inv4 = np.float32(1.0 / float(levels) ** 4)
+    unit = scale / np.float32(float(levels) ** 4)
     for i in range(codes.size):
         q = np.float32(codes[i])
         q2 = q * q
-        out[i] = np.copysign((q2 * q2 * inv4) * scale, q)
+        out[i] = np.copysign(q2 * q2 * unit, q)
 
 
 @_jit
 def encode8(values, scale, levels, least, codes):
     """Inverse of decode8 [Note: rounding by value]. A non-zero value gets at least `least` (v must not become zero)."""
     bits = values.view(np.uint32)
-    top4 = np.float32(float(levels) ** 4)
+    inverse = np.float32(float(levels) ** 4) / scale
     for i in range(values.size):
         x = values[i]
-        y = np.abs(x) / scale * top4
+        y = np.abs(x) * inverse
         q = np.floor(np.sqrt(np.sqrt(y)))
         q2 = q * q
         q4 = q2 * q2
         r = q + np.float32(1.0)
         r2 = r * r
         dither = np.float32(np.int32(np.uint32(bits[i] * HASH) >> np.uint32(8))) * np.float32(2.0**-24)
-        if dither < (y - q4) / (r2 * r2 - q4):
+        if dither * (r2 * r2 - q4) < y - q4:
             q = r
         if q < least and y > np.float32(0.0):
             q = least
@@ -249,12 +250,10 @@ def update_compact(weights, m_codes, v_codes, scales, bf16_grad, f32_grad, segme
             decode8(v_codes[a:b], scales[1][block], np.float32(255), v)
             adamw(p, g, m, v, factors[s], adamw_c)
             split8(p, weights[0][a:b], weights[1][a:b])
-            m_scale, v_scale = absmax(m), absmax(v)
-            scales[0][block] = m_scale
-            scales[1][block] = v_scale
-            # a block of zeros divides by one
-            encode8(m, m_scale if m_scale > 0 else np.float32(1), np.float32(127), np.float32(0), m_codes[a:b])
-            encode8(v, v_scale if v_scale > 0 else np.float32(1), np.float32(255), np.float32(1), v_codes[a:b])
+            scales[0][block] = max(absmax(m), LEAST_SCALE)
+            scales[1][block] = max(absmax(v), LEAST_SCALE)
+            encode8(m, scales[0][block], np.float32(127), np.float32(0), m_codes[a:b])
+            encode8(v, scales[1][block], np.float32(255), np.float32(1), v_codes[a:b])
 
 
 # norm

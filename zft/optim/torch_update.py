@@ -8,6 +8,7 @@ from zft.precision import COMPACT_BLOCK, join_master, split_master
 
 _HASH = 2654435761 - (1 << 32)
 """As an int32: products wrap alike."""
+_LEAST_SCALE = 1e-28
 
 
 def adamw(p, g, m, v, factor: float, c) -> None:
@@ -49,22 +50,24 @@ def decode8(codes: torch.Tensor, scales: torch.Tensor, levels: float) -> torch.T
     """codes [n], scales [ceil(n / block)] -> float32 [n]."""
     q = codes.to(torch.float32)
     q2 = q * q
-    return torch.copysign((q2 * q2).mul_(1.0 / levels**4).mul_(_spread(scales, q.numel())), q)
+    unit = scales / torch.full_like(scales, levels**4)
+    return torch.copysign((q2 * q2).mul_(_spread(unit, q.numel())), q)
 
 
 def encode8(values: torch.Tensor, levels: float, least: float) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [n] -> (codes as float32 [n], scales [ceil(n / block)])."""
     n = values.numel()
     padded = torch.nn.functional.pad(values, (0, -n % COMPACT_BLOCK))
-    scales = padded.view(-1, COMPACT_BLOCK).abs().amax(1)
-    y = (values.abs() / _spread(torch.where(scales > 0, scales, 1.0), n)).mul_(levels**4)
+    scales = padded.view(-1, COMPACT_BLOCK).abs().amax(1).clamp_(min=_LEAST_SCALE)
+    # scalar / tensor would multiply by a rounded reciprocal
+    y = values.abs().mul_(_spread(torch.full_like(scales, levels**4).div_(scales), n))
     q = y.sqrt().sqrt_().floor_()
     q2 = q * q
     q4 = q2 * q2
     r = q + 1
     r2 = r * r
     dither = ((values.view(torch.int32) * _HASH >> 8) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
-    q = torch.where(dither < (y - q4) / (r2 * r2 - q4), r, q)
+    q = torch.where(dither * (r2 * r2 - q4) < y - q4, r, q)
     q = torch.where((q < least) & (y > 0), least, q)
     return torch.copysign(q, values), scales
 
