@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -119,13 +120,22 @@ def _ask(model: nn.Module, probe: Tensor) -> Tensor:
     arguments = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "use_cache": False, "return_dict": True}
     accepted = inspect.signature(model.forward).parameters
     arguments = {key: value for key, value in arguments.items() if key in accepted}
-    patches = [patch.object(decoder, "forward", lambda *_, **__: _DecoderOutput(hidden)) for decoder in decoders]
-    patches.append(patch.object(head, "forward", lambda *_, **__: probe.clone()))
-    for each in patches:
-        each.start()
+    with ExitStack() as replaced, torch.no_grad():
+        for decoder in decoders:
+            replaced.enter_context(_forward(decoder, lambda *_, **__: _DecoderOutput(hidden)))
+        replaced.enter_context(_forward(head, lambda *_, **__: probe.clone()))
+        return model(**arguments).logits
+
+
+@contextmanager
+def _forward(module: nn.Module, forward: Callable) -> Iterator[None]:
+    """Replaces the forward of one module object; one that was replaced already (by an engine) comes back."""
+    before = vars(module).get("forward")
+    module.forward = forward
     try:
-        with torch.no_grad():
-            return model(**arguments).logits
+        yield
     finally:
-        for each in patches:
-            each.stop()
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
