@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zft.compose import find_recipe
 from zft.config import RunConfig, ZftError
-from zft.status import DONE, FAILED, WRONG_INPUT, complain
+from zft.status import DONE, FAILED, STOPPED, WRONG_INPUT, complain
 from zft.train.folder import RunFolder
 from zft.tree import build, to_tree
 
@@ -25,12 +25,14 @@ def execute(run: RunConfig, resume: bool = False) -> int:
     if run.nproc > 1 and run.nproc != ranks:
         raise ZftError(f"nproc={run.nproc}, but torchrun started {ranks} ranks; leave nproc out under torchrun")
     recipe = _load(find_recipe(run.recipe, Path.cwd()))
+    folder = RunFolder(run.out)
     try:
         return recipe.main(run, resume) or DONE
-    except (ZftError, KeyboardInterrupt):
+    except ZftError:
         raise
+    except KeyboardInterrupt:
+        return complain("stopped" + (f"; `zft resume {folder.path}` goes on" if folder.is_run else ""), STOPPED)
     except Exception as error:
-        folder = RunFolder(run.out)
         folder.log_error(error)
         return complain(f"{_summary(error)}; the traceback is in {folder.error_log}", FAILED)
 

@@ -28,6 +28,10 @@ class RunFolder:
         return self.config.is_file()
 
     @property
+    def is_exported(self) -> bool:
+        return (self.export / "config.json").is_file()
+
+    @property
     def is_empty(self) -> bool:
         """Nothing that anyone would miss: no such folder, or only the log of a run that failed before it began."""
         return not self.path.exists() or (self.path.is_dir() and not set(os.listdir(self.path)) - {self.error_log.name})

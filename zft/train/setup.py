@@ -1,0 +1,72 @@
+"""What a recipe needs before its loop: the loader's length, room on the tiers, errors shared by all ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+
+from zft.config import Hardware, RunConfig, Tier
+from zft.dist import World
+
+
+@contextmanager
+def together(world: World) -> Iterator[None]:
+    """What goes wrong on one rank in this block is raised on all."""
+    try:
+        yield
+    except Exception as error:
+        world.agree(error)
+    world.agree(None)
+
+
+def make_loader(prepared, run: RunConfig, world: World):
+    """The loader of a run, and the number of its steps."""
+    train = run.train
+
+    def loader(epochs: int):
+        return prepared.loader(world.rank, world.size, train.micro_batch_size, train.grad_accum_steps, epochs)
+
+    made = loader(train.epochs)
+    if train.steps and train.steps > made.total_steps:
+        made = loader(math.ceil(train.steps / made.steps_per_epoch))
+    return made, train.steps or made.total_steps
+
+
+def free_bytes(world: World, hardware: Hardware, nvme_dir: str) -> dict[str, int]:
+    """Free bytes of each tier for one rank, or what `hardware=` says. Without a GPU, device and cpu are the same RAM."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = psutil.virtual_memory().available // here
+    device = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else host
+    there = next(parent for parent in (Path(nvme_dir), *Path(nvme_dir).parents) if parent.exists())
+    free = {Tier.device: device, Tier.cpu: host, Tier.nvme: shutil.disk_usage(there).free // here}
+    named = {Tier.device: hardware.device_gib, Tier.cpu: hardware.host_gib, Tier.nvme: hardware.nvme_gib}
+    return {tier: free[tier] if gib is None else int(gib * 2**30) for tier, gib in named.items()}
+
+
+def trained_numel(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def facts(run: RunConfig, state) -> dict:
+    """Training facts for the model card."""
+    train = run.train
+    return {
+        "base_model": run.model,
+        "datasets": [source.path for source in run.data],
+        "recipe": run.recipe if "/" not in run.recipe else Path(run.recipe).name,
+        "method": str(run.method.name),
+        "steps": state.step,
+        "supervised_tokens": state.tokens,
+        "final_loss": f"{state.loss:.4f}",
+        "learning_rate": f"{train.lr:g}, {train.schedule}, {train.warmup_steps} warm-up steps",
+        "sequence_length": train.seq_len,
+        "sequences_per_step": f"{train.micro_batch_size} x {train.grad_accum_steps} on each rank",
+        "precision": str(run.engine.precision),
+    }

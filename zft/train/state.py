@@ -1,0 +1,40 @@
+"""All that a run must remember to go on, beside what the engine keeps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass
+class TrainState:
+    """Saved with every checkpoint, as plain data."""
+
+    step: int = 0
+    """Steps done, skipped ones too; the engine counts updates."""
+    tokens: int = 0
+    """Supervised tokens seen, on all ranks."""
+    skipped: int = 0
+    """Steps whose gradient norm was not finite."""
+    seconds: float = 0.0
+    """Time spent in steps."""
+    loss: float = math.nan
+    """Of the last step."""
+    best_loss: float = math.inf
+    """The lowest evaluation loss."""
+    best_step: int | None = None
+    total_steps: int = 0
+    """Length of the schedule."""
+    loader: dict = field(default_factory=dict)
+    """Position in the data."""
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict) -> TrainState:
+        return TrainState(**values)
+
+    @property
+    def is_finished(self) -> bool:
+        return 0 < self.total_steps <= self.step
