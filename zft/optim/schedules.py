@@ -28,7 +28,6 @@ def lr_at(step: int, schedule: str, base_lr: float, warmup_steps: int, total_ste
     decay_start = warmup_steps
     if schedule == "wsd":
         decay_start = max(warmup_steps, total_steps - max(1, round(total_steps * WSD_DECAY_SHARE)))
-    progress = (step - decay_start) / max(1, total_steps - decay_start)
-    progress = min(max(progress, 0.0), 1.0)
+    progress = 1.0 if step >= total_steps else max(0.0, (step - decay_start) / (total_steps - decay_start))
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
     return base_lr * (min_lr_ratio + (1.0 - min_lr_ratio) * left)
