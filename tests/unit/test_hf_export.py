@@ -122,6 +122,14 @@ def test_dtype_of_tensors_and_config_agree(dtype: torch.dtype, text: str, key: s
         assert torch.equal(tensor, values.state_dict()[name].to(dtype)), "one rounding from float32, to nearest even"
 
 
+def test_the_dtype_is_the_bases_even_if_the_model_was_built_in_another(tmp_path: Path) -> None:
+    base = tiny_folder("llama", tmp_path / "base", dtype=torch.float32)
+    report = export_folder(tmp_path / "out", units(trained("llama")), build_model(base, dtype=torch.bfloat16), base)
+    got = load_file(tmp_path / "out/model.safetensors")
+    assert report.dtype == torch.float32 and {t.dtype for t in got.values()} == {torch.float32}
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "float32"
+
+
 def test_sub_configs_agree_on_the_dtype(tmp_path: Path) -> None:
     from zft.checkpoint.sidecar import _replace_dtype
 

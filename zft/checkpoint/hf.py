@@ -26,7 +26,8 @@ from zft.checkpoint.sidecar import write_code, write_config, write_generation_co
 from zft.checkpoint.verify import verify_export
 from zft.checkpoint.writer import TensorFileWriter, TensorSpec
 from zft.config import ZftError
-from zft.models.weights import INDEX
+from zft.models.load import load_config, stored_dtype
+from zft.models.source import INDEX
 
 __all__ = ["ExportError", "ExportOptions", "ExportReport", "Exporter", "export_folder", "verify_export"]
 
@@ -52,7 +53,7 @@ class ExportOptions:
     tokenizer: Any = None
     """None: the base's tokenizer files are copied."""
     dtype: torch.dtype | None = None
-    """None: the base's (model.config.dtype)."""
+    """None: the base's."""
     max_shard_size: str | int = "5GB"
     facts: dict[str, Any] | None = None
     """For the model card: base_model, datasets, license, and anything to list under Training."""
@@ -97,7 +98,7 @@ class Exporter:
         self.folder, self.base, self.options = Path(folder), Path(base) if base is not None else None, options
         check_target(self.folder)
         self.model = base_model(model)
-        self.dtype = options.dtype or _config_dtype(self.model)
+        self.dtype = options.dtype or _base_dtype(self.model, self.base)
         self._dtypes = export_dtypes(self.model, self.dtype)
         self._alias = aliases(self.model)
         self.specs = plan_tensors(self.model, self.dtype)
@@ -197,7 +198,10 @@ def check_target(folder: Path) -> None:
         raise ZftError(f"{folder} is a file; give a new folder for the export")
 
 
-def _config_dtype(model: Any) -> torch.dtype:
+def _base_dtype(model: Any, base: Path | None) -> torch.dtype:
+    """The dtype of the base's files; the model itself may have been built in the engine's dtype."""
+    if base is not None and (base / "config.json").is_file():
+        return stored_dtype(base, load_config(base, _is_remote(model)))
     dtype = getattr(model.config, "dtype", None) or model.config.get_text_config().dtype or torch.float32
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 

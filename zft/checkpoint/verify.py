@@ -13,7 +13,7 @@ from zft.checkpoint.names import ExportError
 from zft.checkpoint.writer import CHUNK_BYTES, TensorSpec, byte_view, checksum
 from zft.config import ZftError
 from zft.models.tensorfile import TensorFile
-from zft.models.weights import INDEX, weight_files
+from zft.models.source import INDEX, weight_files
 
 
 def verify_export(

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from zft.config import ZftError
-from zft.models.tensorfile import TensorFile
-from zft.models.weights import HubWeights, stored_name, weight_files
+from zft.models.source import SafetensorsFolder
+from zft.models.weights import HubWeights, stored_name
 
 __all__ = ["HubWeights", "build_model", "check_tokens", "grow", "load_config", "load_tokenizer", "tokenizer_rows"]
 
@@ -65,8 +65,7 @@ def build_model(
 
     folder = Path(folder)
     config = load_config(folder, trust_remote_code)
-    files = weight_files(folder)
-    dtype = dtype or _stored_dtype(config, files)
+    dtype = dtype or stored_dtype(folder, config)
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
         with torch.device("meta"), _no_init():
@@ -83,18 +82,17 @@ def build_model(
     return model.train()
 
 
-def _stored_dtype(config: Any, files: dict[str, Path]) -> torch.dtype:
+def stored_dtype(folder: str | Path, config: Any) -> torch.dtype:
+    """The dtype of a folder's weights: what config.json says, else that of the first float tensor ("auto" of transformers)."""
     stored = config.dtype if getattr(config, "dtype", None) is not None else config.get_text_config().dtype
     if isinstance(stored, str):
         stored = getattr(torch, stored)
-    if stored is not None:
-        return stored
-    for path in dict.fromkeys(files.values()):
-        with TensorFile(path) as file:
-            for entry in file.entries.values():
-                if entry.dtype.is_floating_point:
-                    return entry.dtype
-    return torch.float32
+    tensors = SafetensorsFolder(Path(folder))
+    try:
+        found = (dtype for key in tensors.keys() if (dtype := tensors.dtype(key)).is_floating_point)
+        return stored or next(found, torch.float32)
+    finally:
+        tensors.close()
 
 
 def _no_init() -> Any:
@@ -143,22 +141,16 @@ def _real_buffers(model: nn.Module) -> None:
 def _tie(model: nn.Module, folder: Path) -> None:
     """Ties as the config says, except where the folder stores different values: that config is wrong (as from_pretrained)."""
     tied = dict(model.all_tied_weights_keys)
-    files = weight_files(folder) if tied else {}
-    names = model.state_dict()
-    stored = {stored_name(key, model, names): key for key in files}
-    for target, source in tied.items():
-        if target in stored and source in stored and not _same(files, stored[target], stored[source]):
-            log.warning("%s ties %s to %s but stores different values: left untied", folder, target, source)
-            model.all_tied_weights_keys.pop(target)
-            model.config.tie_word_embeddings = False
+    if tied:
+        tensors, names = SafetensorsFolder(folder), model.state_dict()
+        stored = {stored_name(key, model, names): key for key in tensors.keys()}
+        for target, source in tied.items():
+            if target in stored and source in stored and not tensors.same(stored[target], stored[source]):
+                log.warning("%s ties %s to %s but stores different values: left untied", folder, target, source)
+                model.all_tied_weights_keys.pop(target)
+                model.config.tie_word_embeddings = False
+        tensors.close()
     model.tie_weights(recompute_mapping=False)
-
-
-def _same(files: dict[str, Path], first: str, second: str) -> bool:
-    with TensorFile(files[first]) as a, TensorFile(files[second]) as b:
-        if a.entries[first].shape != b.entries[second].shape or a.entries[first].dtype != b.entries[second].dtype:
-            return False
-        return a.equal(first, b, second)
 
 
 def _generation_config(model: nn.Module, folder: Path) -> None:

@@ -115,7 +115,8 @@ def _ask(model: nn.Module, probe: Tensor) -> Tensor:
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError("it has no output head")
-    decoders = {model.base_model, model.get_decoder()} - {None, model}
+    children = [child for child in model.children() if hasattr(child, "get_input_embeddings")]
+    decoders = {model.base_model, model.get_decoder(), *children} - {None, model}
     hidden = torch.zeros(1, 1, 1, dtype=probe.dtype)
     arguments = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "use_cache": False, "return_dict": True}
     accepted = inspect.signature(model.forward).parameters

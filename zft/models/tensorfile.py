@@ -112,10 +112,6 @@ class TensorFile:
                 return False
         return True
 
-    def slice(self, name: str) -> LazyTensor:
-        """A stand-in that reads when indexed, as safetensors' `get_slice` does."""
-        return LazyTensor(self, name)
-
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -126,23 +122,3 @@ class TensorFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class LazyTensor:
-    """A tensor that is still in its file; `lazy[...]` reads it."""
-
-    def __init__(self, file: TensorFile, name: str):
-        self._file, self._name = file, name
-
-    @property
-    def entry(self) -> TensorEntry:
-        return self._file.entries[self._name]
-
-    def get_shape(self) -> list[int]:
-        return list(self.entry.shape)
-
-    def get_dtype(self) -> str:
-        return NAMES[self.entry.dtype]
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._file.read(self._name)[index]

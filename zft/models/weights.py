@@ -8,61 +8,21 @@ Renaming and conversion (experts fused from many Hub tensors, qkv split, ...) ar
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zft.config import ZftError
-from zft.models.tensorfile import TensorEntry, TensorFile
+from zft.models.source import LazyTensor, SafetensorsFolder, TensorSource
 
 log = logging.getLogger(__name__)
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file, from the index or from the single file.
-
-    Raises ZftError for pickle weights, a missing shard, and index entries that point outside the folder.
-    """
-    index = folder / INDEX
-    if index.is_file():
-        return _from_index(folder, index)
-    single = folder / SINGLE
-    if not single.is_file():
-        pickles = sorted(each.name for each in folder.glob("*.bin") if each.name.startswith("pytorch_model"))
-        if pickles:
-            raise ZftError(
-                f"{folder} has its weights in {pickles[0]}, a pickle, which can run code; convert it to safetensors first"
-            )
-        raise ZftError(f"{folder} has no {SINGLE} and no {INDEX}; give a folder that from_pretrained can load")
-    with TensorFile(single) as file:
-        return dict.fromkeys(file.entries, single)
-
-
-def _from_index(folder: Path, index: Path) -> dict[str, Path]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ZftError(f"{index} is not a valid weight index ({error}); download it again") from error
-    for name in names:
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or "\\" in name or not name.endswith(".safetensors"):
-            raise ZftError(f"{index} points to {name!r}, which is not a safetensors file inside its folder; refused")
-        if not (folder / name).is_file():
-            raise ZftError(f"{folder} lacks {name}, which {INDEX} names; download it again")
-    return {key: folder / name for key, name in weight_map.items()}
-
 
 def stored_name(key: str, model: nn.Module, names: dict[str, Any]) -> str:
     """The model's name for a checkpoint key, as far as only the base model's prefix differs."""
@@ -80,21 +40,19 @@ class _Group:
 
 
 class HubWeights:
-    """The weight source of a folder of safetensors, for a model built on meta by `build_model`.
+    """The weight source of a folder of safetensors (or another `source`), for a model built on meta by `build_model`.
 
     Raises ZftError at construction when a parameter of the model has no tensor in the folder; tensors that the model has
     no use for are listed in `unexpected` (a warning, as in from_pretrained). Sets `model._weight_conversions`, so that an
     export writes the folder's own layout.
     """
 
-    def __init__(self, folder: str | Path, model: nn.Module):
+    def __init__(self, folder: str | Path, model: nn.Module, source: TensorSource | None = None):
         self.folder = Path(folder)
         self._config, self._prefix = model.config, model.base_model_prefix
-        self._files = weight_files(self.folder)
-        self._open: dict[Path, TensorFile] = {}
+        self._tensors = source if source is not None else SafetensorsFolder(self.folder)
         self._shapes = {name: each for name, each in model.state_dict(keep_vars=True).items()}
         self._buffers = {name for name, _ in model.named_buffers()}
-        self._check_headers()
         self._mapping = _conversion_mapping(model)
         self._groups, self.unexpected = self._rename(model)
         model._weight_conversions = [each for each in self._mapping if each.was_used()]
@@ -126,23 +84,7 @@ class HubWeights:
         return self._dtype(self._groups[self._source(name)])
 
     def close(self) -> None:
-        for file in self._open.values():
-            file.close()
-        self._open.clear()
-
-    def _file(self, key: str) -> TensorFile:
-        path = self._files[key]
-        if path not in self._open:
-            self._open[path] = TensorFile(path)
-        return self._open[path]
-
-    def _entry(self, key: str) -> TensorEntry:
-        return self._file(key).entries[key]
-
-    def _check_headers(self) -> None:
-        for key in self._files:
-            if key not in self._file(key).entries:
-                raise ZftError(f"{self._files[key]} lacks tensor {key}, which {INDEX} says it has; download it again")
+        self._tensors.close()
 
     def _rename(self, model: nn.Module) -> tuple[dict[str, _Group], list[str]]:
         """Checkpoint keys -> groups by the model's names, as the first loop of convert_and_load_state_dict_in_model."""
@@ -158,7 +100,7 @@ class HubWeights:
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         groups: dict[str, _Group] = {}
         unexpected = []
-        for key in sorted(self._files, key=dot_natural_key):
+        for key in sorted(self._tensors.keys(), key=dot_natural_key):
             target, pattern = rename_source_key(key, renamings, converters, self._prefix, self._shapes)
             if target not in self._shapes and key in self._shapes:
                 target, pattern = rename_source_key(key, [], [], self._prefix, self._shapes)
@@ -200,9 +142,9 @@ class HubWeights:
             log.warning("%s: %d tensors are not used, among them %s", self.folder, len(self.unexpected), self.unexpected[0])
 
     def _dtype(self, group: _Group) -> torch.dtype:
-        dtype = self._entry(group.keys[0]).dtype
+        dtype = self._tensors.dtype(group.keys[0])
         for key in group.keys[1:]:
-            dtype = torch.promote_types(dtype, self._entry(key).dtype)
+            dtype = torch.promote_types(dtype, self._tensors.dtype(key))
         return dtype
 
     def _convert(self, group: _Group) -> dict[str, Tensor]:
@@ -211,12 +153,12 @@ class HubWeights:
         from transformers.modeling_utils import LoadStateDictConfig
 
         if len(group.keys) == 1 and len(group.targets) == 1 and group.keys[0] == group.targets[0]:
-            return {group.targets[0]: self._file(group.keys[0]).read(group.keys[0])}
+            return {group.targets[0]: self._tensors.read(group.keys[0])}
         dtype = self._dtype(group)
         shapes = {name: self._shapes[name] for name in group.targets if name in self._shapes}
         skeleton = _skeleton(shapes, self._buffers, dtype)
         skeleton.config, skeleton.base_model_prefix = self._config, self._prefix
-        lazy = {key: self._file(key).slice(key) for key in group.keys}
+        lazy = {key: LazyTensor(self._tensors, key) for key in group.keys}
         load = LoadStateDictConfig(device_map=None, dtype=dtype, weight_mapping=self._mapping)
         with _quiet():
             info, _ = convert_and_load_state_dict_in_model(skeleton, lazy, load)
