@@ -248,6 +248,7 @@ class MethodConfig:
     alpha: float = 32.0
     """The adapter's output is scaled by alpha / r (rslora: alpha / sqrt(r))."""
     dropout: float = 0.0
+    """Probability with which the adapter's input is zeroed."""
     targets: tuple[str, ...] = ("all-linear",)
     """Names of the modules that get an adapter; all-linear: every linear layer but the head."""
     modules_to_save: tuple[str, ...] = ()
@@ -299,13 +300,21 @@ class Hardware:
 
     name: str = "this"
     device_gib: float | None = None
+    """Memory of one device that a rank may use."""
     host_gib: float | None = None
+    """Host memory that a rank may use."""
     nvme_gib: float | None = None
+    """Room on the NVMe disk for a rank."""
     h2d_gbps: float | None = None
+    """Host to device."""
     d2h_gbps: float | None = None
+    """Device to host."""
     dram_gbps: float | None = None
+    """Host memory, reads and writes together."""
     nvme_read_gbps: float | None = None
+    """Reads of the NVMe disk."""
     nvme_write_gbps: float | None = None
+    """Writes to the NVMe disk."""
     tflops: float | None = None
     """Dense bfloat16 matrix products (10^12 operations a second)."""
 

@@ -1,7 +1,7 @@
 """`nproc=N`: N ranks on this machine from the resolved configuration, by torchrun's own launcher.
 
 The ranks run in sessions of their own, so that Ctrl-C reaches only this process; it asks each rank once to save and
-stop, and a second time to end at once. As a module it is what a rank runs: `python -m zft.launch CONFIG [resume]`.
+stop, and a second time to end at once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import tempfile
 from pathlib import Path
 
 from zft.config import RunConfig
-from zft.execute import execute
-from zft.status import FAILED, STOPPED
-from zft.train.folder import RunFolder
-from zft.tree import build, read_tree, to_yaml
+from zft.status import DONE, FAILED, STOPPED
+from zft.tree import to_yaml
 
 
 def launch(run: RunConfig, resume: bool) -> int:
@@ -37,10 +35,10 @@ def launch(run: RunConfig, resume: bool) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // run.nproc)))
         asked = _pass_on_signals()
         try:
-            elastic_launch(settings, sys.executable)("-m", "zft.launch", str(resolved), *(["resume"] if resume else []))
+            elastic_launch(settings, sys.executable)("-m", "zft.worker", str(resolved), *(["resume"] if resume else []))
         except ChildFailedError as error:
             return STOPPED if asked else _status(error)
-        return STOPPED if asked else 0
+        return STOPPED if asked else DONE
 
 
 def _status(error) -> int:
@@ -66,17 +64,3 @@ def _pass_on_signals() -> list[int]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def worker(config: str, *resume: str) -> int:
-    """One rank."""
-    run = build(read_tree(Path(config)), Path.cwd())
-    status = execute(run, bool(resume))
-    # the launcher ends the other ranks when one fails, and they are still saving
-    return 0 if status == STOPPED and RunFolder(run.out).is_run else status
-
-
-if __name__ == "__main__":
-    from zft.cli import guarded
-
-    sys.exit(guarded(lambda: worker(*sys.argv[1:])))

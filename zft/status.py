@@ -3,16 +3,71 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
+import warnings
+from collections.abc import Callable
+
+from zft.config import ZftError
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 130
 
 
+def guarded(action: Callable[[], int | None]) -> int:
+    """The exit status of `action`; what it raises is said in one line."""
+    be_quiet()
+    # SIGTERM is Ctrl-C; the loop takes both over while it runs
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return action() or DONE
+    except ZftError as error:
+        return complain(str(error), WRONG_INPUT)
+    except KeyboardInterrupt:
+        return complain("stopped", STOPPED)
+    except Exception as error:
+        return _status(error)
+
+
 def complain(line: str, status: int) -> int:
     """Print the line; returns `status`. Ranks other than the first are silent: the line comes once for all."""
-    if os.environ.get("ZFT_DEBUG"):
+    if os.environ.get("ZFT_DEBUG") and sys.exc_info()[0]:
         traceback.print_exc()
     if os.environ.get("RANK", "0") == "0":
         print("zft: " + " ".join(line.split()), file=sys.stderr, flush=True)
     return status
+
+
+def be_quiet() -> None:
+    """One line on stderr means that libraries write none: their logs, bars and warnings show with ZFT_DEBUG=1."""
+    if os.environ.get("ZFT_DEBUG"):
+        return
+    for name, value in (
+        ("TRANSFORMERS_VERBOSITY", "error"),
+        ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),
+        ("HF_HUB_VERBOSITY", "error"),
+        ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
+        ("HF_DATASETS_DISABLE_PROGRESS_BARS", "1"),
+        ("TQDM_DISABLE", "1"),
+    ):
+        os.environ.setdefault(name, value)
+    warnings.showwarning = _show_warning
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    """zft's own warnings are part of its report; those of libraries are for developers."""
+    if os.sep + "zft" + os.sep in filename:
+        print(f"warning: {message}", flush=True)
+
+
+def _status(error: Exception) -> int:
+    name = type(error).__name__
+    if name == "Exit":
+        return error.exit_code
+    if name == "Abort":
+        return complain("stopped", STOPPED)
+    if hasattr(error, "format_message"):
+        # click's usage errors, wherever typer keeps its copy of click
+        return complain(f"{error.format_message().rstrip('.')}; `zft --help` lists the commands", WRONG_INPUT)
+    hint = "" if os.environ.get("ZFT_DEBUG") else "; ZFT_DEBUG=1 shows where"
+    return complain(f"{name}: {error}{hint}", FAILED)

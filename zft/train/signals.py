@@ -27,8 +27,3 @@ class StopRequest:
             os._exit(STOPPED)
         self.received = True
         print("stopping after this step; once more ends at once", flush=True)
-
-
-def interrupt_on_sigterm() -> None:
-    """Let SIGTERM raise KeyboardInterrupt, as SIGINT does, while no loop is running."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
