@@ -1,0 +1,82 @@
+"""Filling records: the first weights into their final place, one group at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from zft.engine.record import Record
+from zft.engine.unit import ParamGroup
+from zft.engine.update import CHUNK_NUMEL
+from zft.tiers.cpu import aligned_empty
+from zft.tiers.nvme import wait_all
+
+
+def fill_record(record: Record, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Store (name, CPU tensor) of every parameter of the group; moments start at zero.
+
+    bfloat16 weights become `hi` as they are (lo = 0); wider ones keep their exact float32 value as master.
+    """
+    group, ranges = record.group, record.ranges
+    flat = assemble(group, weights)
+    put_field(record, "hi", flat[ranges.hi_start : ranges.hi_start + ranges.hi_numel].to(group.hi_dtype))
+    if record.rule is None:
+        return
+    for start in range(0, ranges.state_numel, CHUNK_NUMEL):
+        end = min(start + CHUNK_NUMEL, ranges.state_numel)
+        views = {f.name: _scratch(f.dtype, (end - start) // f.block) for f in record.rule.fields}
+        record.rule.init(views, flat[ranges.state_start + start : ranges.state_start + end])
+        shift = ranges.state_start - ranges.hi_start
+        for f in record.rule.fields:
+            slab = record.slabs[f.name]
+            first = ((start + shift) if f.name == "hi" else start) // f.block
+            put(slab, first, views[f.name], fresh=True)
+
+
+def assemble(group: ParamGroup, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """[padded_numel] of all parameters, zeros between them: hi's dtype where nothing is lost by it, else float32."""
+    flat, spans = None, {span.name: span for span in group.layout.spans}
+    for name, tensor in weights:
+        span = spans.pop(name)
+        assert tuple(tensor.shape) == span.shape, f"{name} has shape {tuple(tensor.shape)}, its place has {span.shape}"
+        if flat is None:
+            dtype = group.hi_dtype if tensor.dtype == group.hi_dtype else torch.float32
+            flat = aligned_empty(group.layout.padded_numel * dtype.itemsize).view(dtype).zero_()
+        elif flat.dtype != torch.float32 and tensor.dtype != flat.dtype:
+            flat = flat.float()
+        flat[span.offset : span.end].copy_(tensor.reshape(-1))
+    assert not spans, f"no weights came for {sorted(spans)}"
+    return flat
+
+
+def put_field(record: Record, name: str, values: torch.Tensor) -> None:
+    """Store all of a field's range from values of its dtype."""
+    slab = record.slabs[name]
+    for start in range(0, values.numel(), CHUNK_NUMEL):
+        part = values[start : start + CHUNK_NUMEL]
+        if not slab.resident:
+            part = _scratch(part.dtype, part.numel()).copy_(part)
+        put(slab, start, part)
+
+
+def put(slab, first: int, values: torch.Tensor, fresh: bool = False) -> None:
+    """Store values at element `first`. `fresh`: the slab was just made, so that zeros lie there already."""
+    if slab.resident:
+        slab.view(first, first + values.numel()).copy_(values)
+    elif not (fresh and not values.view(torch.uint8).any()):
+        wait_all([slab.write(first, values)])
+
+
+def get_field(record: Record, name: str, start: int, end: int) -> torch.Tensor:
+    """A CPU copy of elements [start, end) of a field; start is a multiple of CHUNK_NUMEL or 0."""
+    slab = record.slabs[name]
+    out = _scratch(slab.dtype, end - start)
+    if slab.resident:
+        return out.copy_(slab.view(start, end))
+    wait_all([slab.read(start, out)])
+    return out
+
+
+def _scratch(dtype: torch.dtype, numel: int) -> torch.Tensor:
+    return aligned_empty(numel * dtype.itemsize)[: numel * dtype.itemsize].view(dtype)

@@ -1,0 +1,183 @@
+"""Gradients: they add up in float32 on the device for the unit at hand, are reduced over ranks, and then wait or step."""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from zft.config import EngineConfig, Tier
+from zft.dist import World
+from zft.engine.pool import BufferPool, maker
+from zft.engine.record import Record
+from zft.engine.schedule import Recorder
+from zft.engine.unit import ParamGroup, Pending
+from zft.engine.update import Updater
+from zft.optim.norm import sumsq_blocks
+from zft.tiers.slab import Traffic
+
+
+class Gradients:
+    """Collects, reduces, parks and finishes the gradients of one step after another."""
+
+    def __init__(self, records: dict[ParamGroup, Record], world: World, config: EngineConfig, updater: Updater, record: Recorder):
+        self.records, self.world, self.config, self.updater, self.record = records, world, config, updater, record
+        self.traffic: Traffic = updater.traffic
+        self.folder = None
+        trained = [r for g, r in records.items() if g.trainable]
+        large = max((g.layout.padded_numel for g in records if g.trainable and not g.replicated), default=0)
+        small = max((g.layout.padded_numel for g in records if g.trainable and g.replicated), default=0)
+        self.flats = BufferPool(large * 4, maker(world.device))
+        self.small_flats = BufferPool(small * 4, maker(world.device))
+        self.staged = BufferPool(max((r.ranges.grad_numel * r.grad_dtype.itemsize for r in trained), default=0))
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="zft-gradient")
+        self.finished: dict[ParamGroup, Future] = {}
+        """Sum of squares of this rank's share, once the gradient is where it waits (or its update has run)."""
+        self.immediate: Pending | None = None
+        """Set while updates run in the backward pass: step, lr and scale for them."""
+
+    def begin(self, immediate: Pending | None) -> None:
+        self.immediate = immediate
+        self.finished.clear()
+        for group in self.records:
+            group.used = [False] * len(group.used)
+            group.parked = False
+
+    def open(self, groups: list[ParamGroup]) -> None:
+        """Start collecting for groups of a unit that is about to run backwards."""
+        for group in groups:
+            if group.trainable and group.grad_flat is None:
+                pool = self.small_flats if group.replicated else self.flats
+                group.open_gradients(pool.acquire(group.layout.padded_numel, torch.float32).zero_())
+
+    def close(self, group: ParamGroup, last: bool) -> None:
+        """The visit is over: reduce over ranks and park, or finish when nothing more will come. Collective."""
+        started = time.perf_counter()
+        flat = group.take_gradients()
+        shard = self._reduce(group, flat)
+        if group.parked:
+            shard.add_(self._unpark(group, shard))
+        if last:
+            self._finish(group, shard)
+        else:
+            self._park(group, shard)
+        (self.small_flats if group.replicated else self.flats).release(flat)
+        self.record("compute", f"reduce {group.name}", started, time.perf_counter())
+
+    def finish_parked(self) -> None:
+        """Finish what was parked and got no last visit (a unit that the last wave skipped)."""
+        for group, record in self.records.items():
+            if group.parked and group not in self.finished:
+                shard = torch.empty(record.ranges.grad_numel, dtype=torch.float32, device=self.world.device)
+                self._finish(group, shard.copy_(self._unpark(group, shard)))
+
+    def norm_squared(self) -> float:
+        """Sum of squares over all parameters and ranks, float64. Waits for all gradients; raises their errors."""
+        own = 0.0
+        for group, future in self.finished.items():
+            total = future.result()
+            record = self.records[group]
+            repeated = record.ranges.state_numel == group.layout.padded_numel and self.world.mesh.shard > 1
+            if not repeated or self.world.mesh.shard_rank == 0:
+                own += total
+        return self.world.sum_over_shards([own])[0]
+
+    def abandon(self) -> None:
+        """After an error: forget what this step collected."""
+        for future in self.finished.values():
+            future.exception()
+        self.finished.clear()
+        for group in self.records:
+            if group.grad_flat is not None:
+                pool = self.small_flats if group.replicated else self.flats
+                pool.release(group.take_gradients())
+            group.parked = False
+            group.awaited = 0
+
+    def close_threads(self) -> None:
+        self.thread.shutdown(wait=True)
+
+    def _reduce(self, group: ParamGroup, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's range [grad_numel] of the sum over ranks, float32."""
+        ranges = self.records[group].ranges
+        if self.world.size == 1:
+            return flat
+        reduced = flat if self.config.reduce_dtype == "float32" else flat.to(getattr(torch, self.config.reduce_dtype))
+        if ranges.grad_numel == flat.numel():
+            return self.world.all_reduce(reduced).float()
+        return self.world.reduce_shards(reduced).float()
+
+    def _finish(self, group: ParamGroup, shard: torch.Tensor) -> None:
+        record = self.records[group]
+        slab = record.slabs["grad"]
+        on_host = self.immediate is not None or slab.tier is not Tier.device
+        if on_host:
+            self.traffic.add("d2h", shard.numel() * record.grad_dtype.itemsize)
+        if self.immediate is None and slab.resident:
+            slab.tensor.copy_(shard)
+            self.finished[group] = self.thread.submit(self._measure, record, slab.tensor)
+            return
+        buffer = self.staged.acquire(shard.numel(), record.grad_dtype).copy_(shard)
+        work = self._step_now if self.immediate is not None else self._store
+        self.finished[group] = self.thread.submit(work, group, record, buffer)
+
+    def _measure(self, record: Record, grad: torch.Tensor) -> float:
+        """Sum of squares of the part that this rank updates, float64, over fixed blocks in a fixed order."""
+        ranges = record.ranges
+        first = ranges.state_start - ranges.grad_start
+        return math.fsum(sumsq_blocks(grad[first : first + ranges.state_numel]).tolist())
+
+    def _store(self, group: ParamGroup, record: Record, buffer: torch.Tensor) -> float:
+        try:
+            started = time.perf_counter()
+            written = record.slabs["grad"].write(0, buffer)
+            total = self._measure(record, buffer)
+            written.result()
+            self.record("nvme", f"write gradient {group.name}", started, time.perf_counter())
+            return total
+        finally:
+            self.staged.release(buffer)
+
+    def _step_now(self, group: ParamGroup, record: Record, buffer: torch.Tensor) -> float:
+        try:
+            total = self._measure(record, buffer)
+            if not math.isfinite(total):
+                raise FloatingPointError(
+                    f"the gradient of {group.name} is not finite at step {self.immediate.step}; "
+                    "engine.nonfinite=skip leaves such a step out"
+                )
+            started = time.perf_counter()
+            now = self.immediate
+            pending = Pending(now.step, now.lr, now.grad_scale, tuple(group.used))
+            first = record.ranges.state_start - record.ranges.grad_start
+            self.updater.run(record, pending, grad=buffer[first : first + record.ranges.state_numel])
+            group.outdated = group.flat is not None
+            group.stale = not group.replicated and record.ranges.hi_numel != record.ranges.state_numel
+            self.record("update", group.name, started, time.perf_counter())
+            return total
+        finally:
+            self.staged.release(buffer)
+
+    def _park(self, group: ParamGroup, shard: torch.Tensor) -> None:
+        record = self.records[group]
+        slab = record.allocate_partial(self.config, self.folder, self.world.device, self.traffic)
+        if slab.tier is not Tier.device:
+            self.traffic.add("d2h", shard.numel() * 4)
+        if slab.resident:
+            slab.tensor.copy_(shard)
+        else:
+            slab.write(0, shard).result()
+        group.parked = True
+
+    def _unpark(self, group: ParamGroup, shard: torch.Tensor) -> torch.Tensor:
+        slab = self.records[group].slabs["partial"]
+        group.parked = False
+        if slab.tier is not Tier.device:
+            self.traffic.add("h2d", shard.numel() * 4)
+        if slab.resident:
+            return slab.tensor
+        buffer = maker(self.world.device)(shard.numel() * 4).view(torch.float32)
+        slab.read(0, buffer).result()
+        return buffer

@@ -1,0 +1,156 @@
+"""The schedule: which unit comes next, and its weights on their way before they are needed.
+
+One background thread fetches units in order. Fetching a unit whose update is pending runs that update, which leaves the new
+weights in the staging buffer: they are not read a second time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from zft.config import Tier
+from zft.engine.pool import BufferPool, maker
+from zft.engine.record import Record
+from zft.engine.unit import ParamGroup, Unit
+from zft.engine.update import Updater
+from zft.tiers.device import Event, Streams
+from zft.tiers.slab import Traffic
+
+Recorder = Callable[[str, str, float, float], None]
+"""(lane, name, start_s, end_s): a finished piece of work, for the trace."""
+
+
+@dataclass
+class Staged:
+    """This rank's weights of a group on the compute device, once `event` is reached."""
+
+    hi: torch.Tensor
+    event: Event
+    pool: BufferPool | None
+    """The pool `hi` goes back to; None: it is the slab itself."""
+
+    def release(self) -> None:
+        if self.pool is not None:
+            self.pool.release(self.hi)
+
+
+class Fetcher:
+    """Brings units' weights to the device, ahead of time where the order of units is known."""
+
+    def __init__(self, records: dict[ParamGroup, Record], updater: Updater, streams: Streams, record: Recorder):
+        self.records, self.updater, self.streams, self.record = records, updater, streams, record
+        self.traffic: Traffic = updater.traffic
+        sizes = [r.ranges.hi_numel * r.group.hi_dtype.itemsize for r in records.values()]
+        self.host = BufferPool(max(sizes, default=0))
+        self.device = BufferPool(max(sizes, default=0), maker(streams.device)) if streams.is_cuda else None
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="zft-fetch")
+        self.waiting: dict[Unit, Future] = {}
+
+    def prefetch(self, unit: Unit | None) -> None:
+        """Start fetching a unit, unless it is on its way or needs no fetching."""
+        if unit is not None and unit not in self.waiting and not self._at_hand(unit):
+            self.waiting[unit] = self.thread.submit(self._fetch, unit)
+
+    def take(self, unit: Unit) -> dict[ParamGroup, Staged]:
+        """The unit's weights; waits for a prefetch, or fetches now."""
+        future = self.waiting.pop(unit, None)
+        if future is None:
+            # a unit that was guessed wrongly still holds the buffers; its turn will come or `settle` frees it
+            return self._fetch(unit)
+        return future.result()
+
+    def settle(self) -> None:
+        """Wait for everything on its way and give the buffers back (before weights are looked at, and after an error)."""
+        errors = []
+        for future in self.waiting.values():
+            if future.exception():
+                errors.append(future.exception())
+            else:
+                for staged in future.result().values():
+                    staged.release()
+        self.waiting.clear()
+        if errors:
+            raise errors[0]
+
+    def apply(self, group: ParamGroup, hi_out: torch.Tensor | None = None) -> bool:
+        """Run the group's pending update, if any."""
+        pending = group.pending
+        if pending is None:
+            return False
+        started = time.perf_counter()
+        self.updater.run(self.records[group], pending, hi_out=hi_out)
+        group.pending, group.outdated = None, group.flat is not None
+        record = self.records[group]
+        group.stale = not group.replicated and record.ranges.hi_numel != record.ranges.state_numel
+        self.record("update", group.name, started, time.perf_counter())
+        return True
+
+    def close(self) -> None:
+        self.thread.shutdown(wait=True)
+
+    def _at_hand(self, unit: Unit) -> bool:
+        return all(g.pending is None and self._resident(g) for g in unit.needed)
+
+    def _resident(self, group: ParamGroup) -> bool:
+        slab = self.records[group].slabs["hi"]
+        return slab.resident and (slab.tier is Tier.device or not self.streams.is_cuda)
+
+    def _fetch(self, unit: Unit) -> dict[ParamGroup, Staged]:
+        return {group: self._fetch_group(group) for group in unit.needed}
+
+    def _fetch_group(self, group: ParamGroup) -> Staged:
+        record = self.records[group]
+        slab = record.slabs["hi"]
+        if slab.tier is not Tier.device:
+            self.traffic.add("h2d", record.ranges.hi_numel * group.hi_dtype.itemsize)
+        if slab.resident:
+            self.apply(group)
+            return self._upload(slab.tensor) if not self._resident(group) else Staged(slab.tensor, Event(), None)
+        started = time.perf_counter()
+        buffer = self.host.acquire(record.ranges.hi_numel, group.hi_dtype)
+        updates_all = group.pending is not None and record.ranges.hi_numel == record.ranges.state_numel
+        if not self.apply(group, hi_out=buffer) or not updates_all:
+            slab.read(0, buffer).result()
+            self.record("nvme", f"read {group.name}", started, time.perf_counter())
+        staged = Staged(buffer, Event(), self.host)
+        if not self.streams.is_cuda:
+            return staged
+        uploaded = self._upload(buffer)
+        uploaded.event.synchronize()
+        staged.release()
+        return uploaded
+
+    def _upload(self, host: torch.Tensor) -> Staged:
+        started = time.perf_counter()
+        hi = self.device.acquire(host.numel(), host.dtype)
+        event = self.streams.copy_h2d(hi, host)
+        self.record("h2d", "weights", started, time.perf_counter())
+        return Staged(hi, event, self.device)
+
+
+class Order:
+    """The order of unit visits, learnt from the last step; before that, the order of the modules."""
+
+    def __init__(self, units: list[Unit]):
+        self.known = list(units)
+        self.seen: list[Unit] = []
+
+    def begin(self) -> None:
+        self.seen = []
+
+    def after(self, unit: Unit) -> Unit | None:
+        """The unit expected after this visit; notes the visit."""
+        self.seen.append(unit)
+        place = len(self.seen)
+        if place <= len(self.known) and self.known[place - 1] is unit:
+            return self.known[place] if place < len(self.known) else None
+        later = [i for i, other in enumerate(self.known) if other is unit]
+        return self.known[later[-1] + 1] if later and later[-1] + 1 < len(self.known) else None
+
+    def end(self) -> None:
+        self.known = list(self.seen)
