@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zft.config import SGD, Activation, AdamW, EngineConfig, Lion, Nonfinite, Precision, Tier, ZftError
+from zft.checkpoint.hf import base_dtype, export_folder
 from zft.dist import World
 from zft.engine.fill import fill_record
 from zft.engine.parts import Anatomy, Parts
@@ -144,6 +145,14 @@ class Engine:
             yield named
         yield {name: b.cpu() for name, b in persistent_buffers(self.model)}
 
+    def export(self, folder: str | Path, *, base: str | Path | None = None, dtype: torch.dtype | None = None, **options: Any):
+        """Write a folder that `from_pretrained` loads, one unit at a time, and verify it. Collective; rank 0 writes.
+
+        dtype: of the files; None: the base's. options as in `zft.checkpoint.hf.ExportOptions` (tokenizer, max_shard_size,
+        facts, ...). Returns the ExportReport on rank 0, else None. Raises ZftError, ExportError.
+        """
+        return export_units(self, folder, base or self.source_folder, dtype, options)
+
     def peak_bytes(self) -> dict[str, int]:
         """Highest use so far: host_rss of this process, device (allocated), nvme (allocated in files)."""
         device = torch.cuda.max_memory_allocated(self.world.device) if self.world.device.type == "cuda" else 0
@@ -174,6 +183,23 @@ class Engine:
             parent, _, leaf = name.rpartition(".")
             value = values[name].to(buffer.dtype) if name in values else buffer
             self.model.get_submodule(parent)._buffers[leaf] = value.to(self.world.device)
+
+
+def export_units(engine: Engine, folder: str | Path, base: str | Path | None, dtype: torch.dtype | None, options: dict):
+    """Stream an engine's units into an export; every rank takes part in gathering, rank 0 writes."""
+    dtype = dtype or base_dtype(engine.model, Path(base) if base else None)
+    units = engine.stream_units(dtype)
+    report, error = None, None
+    if engine.world.is_main:
+        try:
+            report = export_folder(folder, units, engine.model, base, dtype=dtype, **options)
+        except BaseException as raised:  # told to the other ranks below, which wait in the next agreement
+            error = raised
+    else:
+        for _ in units:
+            pass
+    engine.world.agree(error)
+    return report
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -98,7 +98,7 @@ class Exporter:
         self.folder, self.base, self.options = Path(folder), Path(base) if base is not None else None, options
         check_target(self.folder)
         self.model = base_model(model)
-        self.dtype = options.dtype or _base_dtype(self.model, self.base)
+        self.dtype = options.dtype or base_dtype(self.model, self.base)
         self._dtypes = export_dtypes(self.model, self.dtype)
         self._alias = aliases(self.model)
         self.specs = plan_tensors(self.model, self.dtype)
@@ -198,7 +198,7 @@ def check_target(folder: Path) -> None:
         raise ZftError(f"{folder} is a file; give a new folder for the export")
 
 
-def _base_dtype(model: Any, base: Path | None) -> torch.dtype:
+def base_dtype(model: Any, base: Path | None) -> torch.dtype:
     """The dtype of the base's files; the model itself may have been built in the engine's dtype."""
     if base is not None and (base / "config.json").is_file():
         return stored_dtype(base, load_config(base, _is_remote(model)))

@@ -21,6 +21,7 @@ def full_group(record: Record, world: World, master: bool) -> torch.Tensor:
     if own.numel() == padded:
         return own
     assert ranges.state_numel * world.mesh.shard == padded or record.rule is None
+    world.agree()  # a rank that failed says so here, not in the gather
     make = maker(world.device)
     full = make(padded * own.dtype.itemsize)[: padded * own.dtype.itemsize].view(own.dtype)
     world.gather_shards(full, own.to(world.device))
