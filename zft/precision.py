@@ -34,7 +34,7 @@ class Field:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """The dtypes of a run. `fields` is a trained element's record in order (`hi` first), `frozen_fields` a frozen one's."""
+    """A run's dtypes. `fields` is a trained element's record in order, `hi` first; `frozen_fields` a frozen one's."""
 
     precision: Precision
     hi_dtype: torch.dtype
@@ -72,7 +72,8 @@ def resolve_precision(config: EngineConfig, device: torch.device | str) -> Preci
     hi = _HI[precision]
     compact = getattr(config.optim, "compact", False)
     if compact and precision != Precision.bf16:
-        raise ZftError(f"optimizer=adamw_compact needs precision=bf16, got {precision}; set precision=bf16 or optimizer=adamw")
+        raise ZftError(f"optimizer=adamw_compact needs precision=bf16, got {precision}; "
+                       "set precision=bf16 or optimizer=adamw")
     if config.compute_dtype == "auto":
         compute = hi if torch.device(device).type == "cuda" else torch.float32
     elif config.compute_dtype not in _COMPUTE:

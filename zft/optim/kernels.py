@@ -117,8 +117,8 @@ def lion(p, g, m, factor, c):
 def update(split_weights, master, m, v, bf16_grad, f32_grad, segments, grad_scale, adamw_c, sgd_c, lion_c):
     """One pass over the segments of a chunk, in place. Many arguments: numba prunes `is None` on plain ones only.
 
-    split_weights: (hi, lo) int16, or None and master float32; m, v: float32, v may be None; bf16_grad as uint16, or None
-    and f32_grad; segments: (start, end int64, factor float32); one of the constants is not None.
+    split_weights: (hi, lo) int16, or None and master float32; m, v: float32, v may be None; bf16_grad as uint16,
+    or None and f32_grad; segments: (start, end int64, factor float32); one of the constants is not None.
     """
     starts, ends, factors = segments
     p_tile = np.empty(TILE, np.float32)
@@ -150,9 +150,9 @@ def update(split_weights, master, m, v, bf16_grad, f32_grad, segments, grad_scal
 # compact record: 8-bit moments and residual
 
 # [Note: rounding by value] A moment that changes by less than half a step would stand still for ever if it were rounded
-# to nearest (beta2 = 0.999 moves v by 0.1 %, a step is 1.6 % or more). So values are rounded up with the probability
-# that makes the mean right, and the random number is a hash of the exact value's own bits: no generator, no state,
-# the same result wherever the element lies.
+# to nearest (with beta2 = 0.999, v moves by 0.1 %, and a step is 1.6 % or more). So values are rounded up with the
+# probability that makes the mean right, and the random number is a hash of the exact value's bits and the optimizer
+# step (`salt`): no generator, no state, the same result wherever the element lies.
 
 HASH = np.uint32(2654435761)
 LEAST_SCALE = np.float32(1e-28)
@@ -167,12 +167,12 @@ def join8(hi, lo, out):
 
 
 @_jit
-def split8(master, hi, lo):
+def split8(master, salt, hi, lo):
     """Rounds the master to 24 bits [Note: rounding by value], then splits it."""
     unsigned = master.view(np.uint32)
     for i in range(master.size):
         b = unsigned[i]
-        rounded = (b + (np.uint32(b * HASH) >> np.uint32(24))) & np.uint32(0xFFFFFF00)
+        rounded = (b + (np.uint32((b ^ salt) * HASH) >> np.uint32(24))) & np.uint32(0xFFFFFF00)
         special = np.uint32(0x7FC00000) if (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000) else b
         unsigned[i] = rounded if (b & np.uint32(0x7F800000)) != np.uint32(0x7F800000) else special
     bits = master.view(np.int32)
@@ -205,7 +205,7 @@ def decode8(codes, scale, levels, out):
 
 
 @_jit
-def encode8(values, scale, levels, least, codes):
+def encode8(values, scale, levels, least, salt, codes):
     """Inverse of decode8 [Note: rounding by value]. A non-zero value gets at least `least` (v must not become zero)."""
     bits = values.view(np.uint32)
     inverse = np.float32(float(levels) ** 4) / scale
@@ -217,7 +217,7 @@ def encode8(values, scale, levels, least, codes):
         q4 = q2 * q2
         r = q + np.float32(1.0)
         r2 = r * r
-        dither = np.float32(np.int32(np.uint32(bits[i] * HASH) >> np.uint32(8))) * np.float32(2.0**-24)
+        dither = np.float32(np.int32(np.uint32((bits[i] ^ salt) * HASH) >> np.uint32(8))) * np.float32(2.0**-24)
         if dither * (r2 * r2 - q4) < y - q4:
             q = r
         if q < least and y > np.float32(0.0):
@@ -226,7 +226,7 @@ def encode8(values, scale, levels, least, codes):
 
 
 @_jit
-def update_compact(weights, m_codes, v_codes, scales, bf16_grad, f32_grad, segments, grad_scale, adamw_c):
+def update_compact(weights, m_codes, v_codes, scales, bf16_grad, f32_grad, segments, grad_scale, salt, adamw_c):
     """AdamW over a compact record. weights: (hi int16, lo int8); scales: (m, v) float32, one per BLOCK elements.
 
     Segments start at multiples of BLOCK; the rest of a segment's last block is padding.
@@ -249,11 +249,11 @@ def update_compact(weights, m_codes, v_codes, scales, bf16_grad, f32_grad, segme
             decode8(m_codes[a:b], scales[0][block], np.float32(127), m)
             decode8(v_codes[a:b], scales[1][block], np.float32(255), v)
             adamw(p, g, m, v, factors[s], adamw_c)
-            split8(p, weights[0][a:b], weights[1][a:b])
+            split8(p, salt, weights[0][a:b], weights[1][a:b])
             scales[0][block] = max(absmax(m), LEAST_SCALE)
             scales[1][block] = max(absmax(v), LEAST_SCALE)
-            encode8(m, scales[0][block], np.float32(127), np.float32(0), m_codes[a:b])
-            encode8(v, scales[1][block], np.float32(255), np.float32(1), v_codes[a:b])
+            encode8(m, scales[0][block], np.float32(127), np.float32(0), salt, m_codes[a:b])
+            encode8(v, scales[1][block], np.float32(255), np.float32(1), salt, v_codes[a:b])
 
 
 # norm

@@ -17,7 +17,8 @@ def sumsq_blocks(grad: torch.Tensor, out: torch.Tensor | None = None) -> torch.T
     blocks = -(-grad.numel() // NORM_BLOCK)
     if out is None:
         out = torch.empty(blocks, dtype=torch.float64, device=grad.device)
-    assert out.shape == (blocks,) and out.dtype == torch.float64, f"out is float64 [{blocks}], got {out.dtype} {out.shape}"
+    fits = out.shape == (blocks,) and out.dtype == torch.float64
+    assert fits, f"out is float64 [{blocks}], got {out.dtype} {list(out.shape)}"
     if grad.is_cuda:
         padded = torch.nn.functional.pad(grad, (0, -grad.numel() % NORM_BLOCK)).view(blocks, NORM_BLOCK)
         out.copy_(torch.linalg.vector_norm(padded, dim=1, dtype=torch.float64).square_())

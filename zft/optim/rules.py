@@ -43,6 +43,17 @@ class Segments:
         return Segments.of([(0, numel, decay)])
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """A step's scalars as the kernels take them."""
+
+    factors: np.ndarray  # float32, one per segment
+    grad_scale: np.float32
+    constants: tuple[np.float32, ...]
+    salt: int
+    """Of the compact record's rounding: [0, 2^32), another one for each step."""
+
+
 class Rule:
     """Base of the rules. A new one has a kernel in kernels.py, the same lines in torch_update.py, and a class below.
 
@@ -82,45 +93,46 @@ class Rule:
         On the CPU the GIL is released; call it for different chunks from several threads.
         """
         assert hyper.step >= 1, f"steps count from 1, got {hyper.step}"
-        constants = tuple(map(np.float32, self.constants(hyper)))
-        factors = self.factors(hyper, segments.decay).astype(np.float32)
         if self._compact:
             assert not (segments.start % self.align).any(), "segments of a compact record start at block boundaries"
-        if grad.is_cuda:
-            self._update_torch(views, grad, segments, factors, np.float32(hyper.grad_scale), constants)
-        else:
-            self._update_cpu(views, grad, segments, factors, np.float32(hyper.grad_scale), constants)
+        numbers = _Numbers(
+            factors=self.factors(hyper, segments.decay).astype(np.float32),
+            grad_scale=np.float32(hyper.grad_scale),
+            constants=tuple(map(np.float32, self.constants(hyper))),
+            salt=hyper.step * 0x85EBCA6B % 2**32,
+        )
+        (self._update_torch if grad.is_cuda else self._update_cpu)(views, grad, segments, numbers)
 
-    def _update_cpu(self, views, grad, segments, factors, grad_scale, constants) -> None:
+    def _update_cpu(self, views, grad, segments: Segments, numbers: _Numbers) -> None:
         from zft.optim import kernels  # numba takes a while to import
 
-        rows = (segments.start, segments.end, factors)
+        rows = (segments.start, segments.end, numbers.factors)
+        arrays = {name: _array(view) for name, view in views.items()}
         grads = _gradients(grad)
+        split = (arrays["hi"], arrays["lo"]) if "lo" in arrays else None
         if self._compact:
-            kernels.update_compact((_array(views["hi"]), _array(views["lo"])), _array(views["m"]), _array(views["v"]),
-                                   (_array(views["m_scale"]), _array(views["v_scale"])), *grads, rows, grad_scale, constants)
+            moments = arrays["m"], arrays["v"], (arrays["m_scale"], arrays["v_scale"])
+            salt = np.uint32(numbers.salt)
+            kernels.update_compact(split, *moments, *grads, rows, numbers.grad_scale, salt, numbers.constants)
             return
-        split, master = None, None
-        if "lo" in views:
-            split = (_array(views["hi"]), _array(views["lo"]))
-        else:
-            master = _array(views.get("master", views["hi"]))
-        slots = [constants if name == self.kernel else None for name in kernels.RULES]
-        v = _array(views["v"]) if "v" in views else None
-        kernels.update(split, master, _array(views["m"]), v, *grads, rows, grad_scale, *slots)
+        master = None if split else arrays.get("master", arrays["hi"])
+        slots = [numbers.constants if name == self.kernel else None for name in kernels.RULES]
+        kernels.update(split, master, arrays["m"], arrays.get("v"), *grads, rows, numbers.grad_scale, *slots)
         if "master" in views:
             for start, end in zip(segments.start, segments.end, strict=True):
                 views["hi"][start:end].copy_(views["master"][start:end])
 
-    def _update_torch(self, views, grad, segments, factors, grad_scale, constants) -> None:
+    def _update_torch(self, views, grad, segments: Segments, numbers: _Numbers) -> None:
         step = getattr(torch_update, self.kernel)
         blocks = {field.name: field.block for field in self.fields}
-        for start, end, factor in zip(segments.start, segments.end, factors, strict=True):
+        salt = numbers.salt - 2**32 if numbers.salt >= 2**31 else numbers.salt
+        for start, end, factor in zip(segments.start, segments.end, numbers.factors, strict=True):
             part = {name: view[start // blocks[name] : -(-end // blocks[name])] for name, view in views.items()}
             master, moments = torch_update.load_weights(part), torch_update.load_moments(part)
-            step(master, grad[start:end].to(torch.float32) * float(grad_scale), *moments, float(factor), constants)
-            torch_update.store_moments(part, moments)
-            torch_update.store_weights(part, master)
+            scaled = grad[start:end].to(torch.float32) * float(numbers.grad_scale)
+            step(master, scaled, *moments, float(factor), numbers.constants)
+            torch_update.store_moments(part, moments, salt)
+            torch_update.store_weights(part, master, salt)
 
 
 class AdamWRule(Rule):

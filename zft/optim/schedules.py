@@ -11,7 +11,9 @@ WSD_DECAY_SHARE = 0.2
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
-def lr_at(step: int, schedule: str, base_lr: float, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0) -> float:
+def lr_at(
+    step: int, schedule: str, base_lr: float, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0
+) -> float:
     """Learning rate of update `step` = 0, 1, ... (the updates done so far; skipped steps don't count).
 
     Warm-up: step / warmup_steps * base_lr, so base_lr is first used by update `warmup_steps`. Then to min_lr_ratio *

@@ -37,10 +37,10 @@ def join8(hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
     return ((hi.view(torch.int16).to(torch.int32) << 16) + (lo.to(torch.int32) << 8)).view(torch.float32)
 
 
-def split8(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split8(master: torch.Tensor, salt: int) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 -> (hi bfloat16, lo int8), rounded by value (kernels.py)."""
     bits = master.view(torch.int32)
-    rounded = (bits + ((bits * _HASH >> 24) & 0xFF)) & ~0xFF
+    rounded = (bits + (((bits ^ salt) * _HASH >> 24) & 0xFF)) & ~0xFF
     bits = torch.where(torch.isfinite(master), rounded, bits)
     hi, lo = split_master(bits.view(torch.float32))
     return hi, (lo >> 8).to(torch.int8)
@@ -54,7 +54,7 @@ def decode8(codes: torch.Tensor, scales: torch.Tensor, levels: float) -> torch.T
     return torch.copysign((q2 * q2).mul_(_spread(unit, q.numel())), q)
 
 
-def encode8(values: torch.Tensor, levels: float, least: float) -> tuple[torch.Tensor, torch.Tensor]:
+def encode8(values: torch.Tensor, levels: float, least: float, salt: int) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [n] -> (codes as float32 [n], scales [ceil(n / block)])."""
     n = values.numel()
     padded = torch.nn.functional.pad(values, (0, -n % COMPACT_BLOCK))
@@ -66,7 +66,7 @@ def encode8(values: torch.Tensor, levels: float, least: float) -> tuple[torch.Te
     q4 = q2 * q2
     r = q + 1
     r2 = r * r
-    dither = ((values.view(torch.int32) * _HASH >> 8) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
+    dither = (((values.view(torch.int32) ^ salt) * _HASH >> 8) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
     q = torch.where(dither * (r2 * r2 - q4) < y - q4, r, q)
     q = torch.where((q < least) & (y > 0), least, q)
     return torch.copysign(q, values), scales
@@ -85,13 +85,13 @@ def load_weights(views: dict[str, torch.Tensor]) -> torch.Tensor:
     return (join8 if views["lo"].dtype == torch.int8 else join_master)(views["hi"], views["lo"])
 
 
-def store_weights(views: dict[str, torch.Tensor], master: torch.Tensor) -> None:
+def store_weights(views: dict[str, torch.Tensor], master: torch.Tensor, salt: int = 0) -> None:
     """Writes `master` into the views, whatever form they have."""
     if "master" in views:
         views["master"].copy_(master)
         views["hi"].copy_(master)
     elif "lo" in views:
-        hi, lo = (split8 if views["lo"].dtype == torch.int8 else split_master)(master)
+        hi, lo = split8(master, salt) if views["lo"].dtype == torch.int8 else split_master(master)
         views["hi"].copy_(hi)
         views["lo"].copy_(lo)
     else:
@@ -105,10 +105,10 @@ def load_moments(views: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [decode8(views["m"], views["m_scale"], 127.0), decode8(views["v"], views["v_scale"], 255.0)]
 
 
-def store_moments(views: dict[str, torch.Tensor], moments: list[torch.Tensor]) -> None:
+def store_moments(views: dict[str, torch.Tensor], moments: list[torch.Tensor], salt: int) -> None:
     if "m_scale" not in views:
         return  # updated in place
     for name, value, levels, least in zip("mv", moments, (127.0, 255.0), (0.0, 1.0), strict=True):
-        codes, scales = encode8(value, levels, least)
+        codes, scales = encode8(value, levels, least, salt)
         views[name].copy_(codes)
         views[f"{name}_scale"].copy_(scales)

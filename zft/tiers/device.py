@@ -1,4 +1,4 @@
-"""Copies between host and device on side streams, ordered by events. Without CUDA every call is done when it returns."""
+"""Copies between host and device on side streams, ordered by events. Without CUDA a call is done when it returns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Event:
-    """A point on a stream. Holds the tensors of its copy until it is dropped, so that neither end is freed too early."""
+    """A point on a stream. Holds its copy's tensors until it is dropped, so that neither end is freed too early."""
 
     __slots__ = ("_event", "_keep")
 

@@ -66,7 +66,8 @@ class NvmeFolder:
             self.direct = _direct_works(self.folder)
         except OSError as error:
             self.close()
-            raise ZftError(f"nvme_dir {self.path} is not usable ({error.strerror}); choose a writable folder") from error
+            raise ZftError(f"nvme_dir {self.path} is not usable ({error.strerror}); "
+                           "set nvme_dir to a folder you can write to") from error
         if not self.direct and str(self.path) not in _warned_buffered:
             _warned_buffered.add(str(self.path))
             warnings.warn(f"{self.path} is on a filesystem without direct I/O: reads and writes go through the page "
@@ -136,7 +137,7 @@ class NvmeFile:
         view = _bytes_of(buf)
         payload = len(view) if payload_bytes is None else payload_bytes
         assert offset % PAGE == 0, f"offset {offset} in {self.path} is not a multiple of {PAGE}"
-        assert offset + len(view) <= round_up(self.nbytes), f"{offset}+{len(view)} is beyond {self.path} ({self.nbytes})"
+        assert offset + len(view) <= round_up(self.nbytes), f"{offset}+{len(view)} is beyond {self.path}"
         request = _Request(lambda: self._folder._count(read, payload), payload)
         starts = range(0, len(view), PIECE_BYTES)
         request.expect(len(starts))
@@ -239,7 +240,8 @@ def _bytes_of(buf: torch.Tensor | np.ndarray) -> memoryview:
     if isinstance(buf, torch.Tensor):
         assert buf.is_contiguous(), "an nvme buffer must be contiguous"
         buf = buf.detach().reshape(-1).view(torch.uint8).numpy()
-    assert buf.ctypes.data % PAGE == 0 or buf.nbytes == 0, f"an nvme buffer must start at a multiple of {PAGE} in memory"
+    assert buf.flags.c_contiguous, "an nvme buffer must be contiguous"
+    assert buf.nbytes == 0 or buf.ctypes.data % PAGE == 0, f"an nvme buffer must start at a page of {PAGE} bytes"
     return memoryview(buf.reshape(-1).view(np.uint8))
 
 
