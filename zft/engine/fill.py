@@ -21,8 +21,8 @@ def fill_record(record: Record, weights: Iterable[tuple[str, torch.Tensor]]) -> 
     group, ranges = record.group, record.ranges
     flat = assemble(group, weights)
     put_field(record, "hi", flat[ranges.hi_start : ranges.hi_start + ranges.hi_numel].to(group.hi_dtype))
-    if record.rule is None:
-        return
+    if record.rule is None or (flat.dtype == group.hi_dtype and "master" not in record.slabs):
+        return  # hi is the exact master: the rest of the record is zeros, as its slabs are from the start
     for start in range(0, ranges.state_numel, CHUNK_NUMEL):
         end = min(start + CHUNK_NUMEL, ranges.state_numel)
         views = {f.name: _scratch(f.dtype, (end - start) // f.block) for f in record.rule.fields}
