@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -84,9 +85,8 @@ def _check_writable(path: Path, key: str) -> None:
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not there.is_dir():
         raise ZftError(f"{key} can't be made, got {path}: {there} is a file; choose another folder")
-    if not os.access(there, os.W_OK | os.X_OK) or _is_read_only(there):
-        raise ZftError(f"{key} is not writable, got {path}; choose a folder that you may write to")
-
-
-def _is_read_only(folder: Path) -> bool:
-    return bool(os.statvfs(folder).f_flag & os.ST_RDONLY) if hasattr(os, "statvfs") else False
+    try:
+        # not os.access: it tells root that /proc is writable
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ZftError(f"{key} is not writable, got {path} ({error.strerror}); choose a folder that you may write to") from None
