@@ -64,11 +64,14 @@ def test_update_equals_the_cpu_one(optim, precision):
     host = {f.name: torch.empty(f.entries(n), dtype=f.dtype) for f in rule.fields}
     rule.init(host, weights)
     device = {name: view.cuda() for name, view in host.items()}
+    mixed = {name: view.cuda() if name == "hi" else view.clone() for name, view in host.items()}
     segments = Segments.of([(0, 2000, 1.0), (2048, n - 7, 0.0)])
     for step in range(1, 6):
         grad = torch.randn(n, generator=generator)
         rule.update(host, grad, segments, Hyper(step, 1e-3, 0.5))
         rule.update(device, grad.cuda(), segments, Hyper(step, 1e-3, 0.5))
+        rule.update(mixed, grad.cuda(), segments, Hyper(step, 1e-3, 0.5))
+    assert all(torch.equal(view.cpu(), host[name]) for name, view in mixed.items()), "hi alone on the device"
     ours, theirs = rule.master(device).cpu(), rule.master(host)
     if rule.align == 1:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from zft.config import ZftError
-from zft.tiers import nvme
+from zft.tiers import claim, nvme
 from zft.tiers.cpu import PAGE, aligned_empty
 from zft.tiers.nvme import NvmeFolder, wait_all
 
@@ -167,6 +168,20 @@ def test_close_deletes_only_what_is_ours_and_can_be_repeated(tmp_path):
     assert [p.name for p in (kept / "rank-0").iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_dropped_folder_cleans_up(tmp_path, in_flight):
+    folder = NvmeFolder(tmp_path / "t")
+    file = folder.create("x", 64 << 20)
+    future = file.write(0, aligned_empty(64 << 20)) if in_flight else None
+    del folder, file
+    if in_flight:
+        assert future.result() == 64 << 20
+    deadline = time.monotonic() + 10
+    while (tmp_path / "t").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not (tmp_path / "t").exists()
+
+
 def test_in_use_by_another_folder_of_this_process_or_of_another(tmp_path):
     with NvmeFolder(tmp_path / "t"), NvmeFolder(tmp_path / "t", rank=1):
         with pytest.raises(ZftError, match=f"in use by another run .process {os.getpid()}"):
@@ -258,18 +273,9 @@ def test_file_names_are_safe_short_and_distinct(tmp_path):
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs to write to")
-def test_filesystem_without_direct_io_warns_once_and_works(monkeypatch):
-    """tmpfs refuses O_DIRECT (older kernels) or accepts it; make it refuse, as the open does."""
-    real = os.open
-
-    def refuse(path, flags, *args, **kwargs):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
+def test_tmpfs_warns_once_and_works():
     path = Path(f"/dev/shm/zft-test-{os.getpid()}")
-    with pytest.warns(UserWarning, match="without direct I/O"), NvmeFolder(path) as folder:
+    with pytest.warns(UserWarning, match="in memory or without direct I/O"), NvmeFolder(path) as folder:
         assert not folder.direct
         file, data, back = folder.create("x", 70_001), noise(70_001), aligned_empty(70_001)
         file.write(0, data).result()
@@ -281,7 +287,23 @@ def test_filesystem_without_direct_io_warns_once_and_works(monkeypatch):
     assert not path.exists()
 
 
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="no O_DIRECT to refuse")
+@pytest.mark.parametrize("refusal", ["open", "pwritev"])
+def test_direct_io_refused_at_open_or_at_the_transfer(tmp_path, monkeypatch, refusal):
+    real = getattr(os, refusal)
+
+    def refuse(target, what, *args, **kwargs):
+        if refusal == "pwritev" or what & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(target, what, *args, **kwargs)
+
+    monkeypatch.setattr(os, refusal, refuse)
+    with pytest.warns(UserWarning, match="without direct I/O"), NvmeFolder(tmp_path / "t", pwritev=real) as folder:
+        assert not folder.direct
+        assert not list(folder.folder.glob("*.zft"))
+
+
 def test_windows_is_refused_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(nvme, "fcntl", None)
+    monkeypatch.setattr(claim, "fcntl", None)
     with pytest.raises(ZftError, match="got Windows; set param_tier"):
         NvmeFolder(tmp_path)

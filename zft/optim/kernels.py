@@ -7,7 +7,7 @@ computes the same in torch (torch_update.py) follows the same order.
 [Note: tiles] Work goes in tiles that stay in the L1 cache: decode to float32, apply the rule, encode. Each loop then
 touches few arrays; with more than four LLVM finds too many possible overlaps and gives up on vector code.
 
-All in one file: numba's cache looks only at the file of the compiled function, not at those it calls.
+All in one file, and no constants from others: numba's cache looks only at the compiled function's own file.
 """
 
 from __future__ import annotations
@@ -15,12 +15,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from zft.optim.norm import NORM_BLOCK
-from zft.precision import COMPACT_BLOCK
-
 TILE = 2048
 """Elements."""
-BLOCK = COMPACT_BLOCK
 RULES = ("adamw", "sgd", "lion")
 """In the order of update's constants."""
 
@@ -227,33 +223,34 @@ def encode8(values, scale, levels, least, salt, codes):
 
 @_jit
 def update_compact(weights, m_codes, v_codes, scales, bf16_grad, f32_grad, segments, grad_scale, salt, adamw_c):
-    """AdamW over a compact record. weights: (hi int16, lo int8); scales: (m, v) float32, one per BLOCK elements.
+    """AdamW over a compact record. weights: (hi int16, lo int8); scales: (m, v float32, block: elements each).
 
-    Segments start at multiples of BLOCK; the rest of a segment's last block is padding.
+    Segments start at multiples of block; the rest of a segment's last block is padding.
     """
     starts, ends, factors = segments
-    p_tile = np.empty(BLOCK, np.float32)
-    g_tile = np.empty(BLOCK, np.float32)
-    m_tile = np.empty(BLOCK, np.float32)
-    v_tile = np.empty(BLOCK, np.float32)
+    m_scales, v_scales, size = scales
+    p_tile = np.empty(size, np.float32)
+    g_tile = np.empty(size, np.float32)
+    m_tile = np.empty(size, np.float32)
+    v_tile = np.empty(size, np.float32)
     for s in range(starts.size):
-        for a in range(starts[s], ends[s], BLOCK):
-            b = min(a + BLOCK, ends[s])
-            block = a // BLOCK
+        for a in range(starts[s], ends[s], size):
+            b = min(a + size, ends[s])
+            block = a // size
             p, g, m, v = p_tile[: b - a], g_tile[: b - a], m_tile[: b - a], v_tile[: b - a]
             if bf16_grad is not None:
                 grad_from_bf16(bf16_grad[a:b], grad_scale, g)
             if f32_grad is not None:
                 grad_from_f32(f32_grad[a:b], grad_scale, g)
             join8(weights[0][a:b], weights[1][a:b], p)
-            decode8(m_codes[a:b], scales[0][block], np.float32(127), m)
-            decode8(v_codes[a:b], scales[1][block], np.float32(255), v)
+            decode8(m_codes[a:b], m_scales[block], np.float32(127), m)
+            decode8(v_codes[a:b], v_scales[block], np.float32(255), v)
             adamw(p, g, m, v, factors[s], adamw_c)
             split8(p, salt, weights[0][a:b], weights[1][a:b])
-            scales[0][block] = max(absmax(m), LEAST_SCALE)
-            scales[1][block] = max(absmax(v), LEAST_SCALE)
-            encode8(m, scales[0][block], np.float32(127), np.float32(0), salt, m_codes[a:b])
-            encode8(v, scales[1][block], np.float32(255), np.float32(1), salt, v_codes[a:b])
+            m_scales[block] = max(absmax(m), LEAST_SCALE)
+            v_scales[block] = max(absmax(v), LEAST_SCALE)
+            encode8(m, m_scales[block], np.float32(127), np.float32(0), salt, m_codes[a:b])
+            encode8(v, v_scales[block], np.float32(255), np.float32(1), salt, v_codes[a:b])
 
 
 # norm
@@ -262,14 +259,14 @@ LANES = 1024
 
 
 @_jit
-def sumsq(bf16_grad, f32_grad, n, out):
-    """out[k] = sum of squares of elements [k * NORM_BLOCK, (k + 1) * NORM_BLOCK), in float64 and a fixed order."""
+def sumsq(bf16_grad, f32_grad, n, block, out):
+    """out[k] = sum of squares of elements [k * block, (k + 1) * block) of n, in float64 and a fixed order."""
     lanes = np.empty(LANES, np.float64)
     tile = np.empty(LANES, np.float32)
     for k in range(out.size):
         lanes[:] = 0.0
-        last = min((k + 1) * NORM_BLOCK, n)
-        for a in range(k * NORM_BLOCK, last, LANES):
+        last = min((k + 1) * block, n)
+        for a in range(k * block, last, LANES):
             b = min(a + LANES, last)
             x = tile[: b - a]
             if bf16_grad is not None:

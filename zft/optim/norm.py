@@ -26,7 +26,7 @@ def sumsq_blocks(grad: torch.Tensor, out: torch.Tensor | None = None) -> torch.T
     from zft.optim import kernels  # numba takes a while to import
 
     if grad.dtype == torch.bfloat16:
-        kernels.sumsq(grad.view(torch.uint16).numpy(), None, grad.numel(), out.numpy())
+        kernels.sumsq(grad.view(torch.uint16).numpy(), None, grad.numel(), NORM_BLOCK, out.numpy())
     else:
-        kernels.sumsq(None, grad.to(torch.float32).numpy(), grad.numel(), out.numpy())
+        kernels.sumsq(None, grad.to(torch.float32).numpy(), grad.numel(), NORM_BLOCK, out.numpy())
     return out

@@ -57,8 +57,9 @@ class _Numbers:
 class Rule:
     """Base of the rules. A new one has a kernel in kernels.py, the same lines in torch_update.py, and a class below.
 
-    `views` maps each of `fields` to a 1-D tensor of one chunk, all on the CPU or all on one GPU. Chunks of a compact
-    record start at multiples of `align` elements of the shard, as do parameters and shards.
+    `views` maps each of `fields` to a 1-D tensor of one chunk. The update runs where `m` is; what lies elsewhere (`hi`
+    or the gradient on the device, the state on the CPU) is copied there and back. Chunks of a compact record start at
+    multiples of `align` elements of the shard, as do parameters and shards.
     """
 
     kernel: str
@@ -88,7 +89,7 @@ class Rule:
         return torch_update.load_weights(views)
 
     def update(self, views: dict[str, torch.Tensor], grad: torch.Tensor, segments: Segments, hyper: Hyper) -> None:
-        """One step on a chunk, in place. grad: 1-D, bfloat16 or float32, on the views' device; it is not changed.
+        """One step on a chunk, in place. grad: 1-D, bfloat16 or float32; it is not changed.
 
         On the CPU the GIL is released; call it for different chunks from several threads.
         """
@@ -101,7 +102,12 @@ class Rule:
             constants=tuple(map(np.float32, self.constants(hyper))),
             salt=hyper.step * 0x85EBCA6B % 2**32,
         )
-        (self._update_torch if grad.is_cuda else self._update_cpu)(views, grad, segments, numbers)
+        home = views["m"].device
+        here = {name: view.to(home) for name, view in views.items()}
+        (self._update_torch if home.type == "cuda" else self._update_cpu)(here, grad.to(home), segments, numbers)
+        for name, view in views.items():
+            if view.device != home:
+                view.copy_(here[name])
 
     def _update_cpu(self, views, grad, segments: Segments, numbers: _Numbers) -> None:
         from zft.optim import kernels  # numba takes a while to import
@@ -111,7 +117,7 @@ class Rule:
         grads = _gradients(grad)
         split = (arrays["hi"], arrays["lo"]) if "lo" in arrays else None
         if self._compact:
-            moments = arrays["m"], arrays["v"], (arrays["m_scale"], arrays["v_scale"])
+            moments = arrays["m"], arrays["v"], (arrays["m_scale"], arrays["v_scale"], self.align)
             salt = np.uint32(numbers.salt)
             kernels.update_compact(split, *moments, *grads, rows, numbers.grad_scale, salt, numbers.constants)
             return

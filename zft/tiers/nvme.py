@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
-import re
 import shutil
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -19,17 +16,13 @@ import numpy as np
 import torch
 
 from zft.config import ZftError
+from zft.tiers import claim
 from zft.tiers.cpu import PAGE, aligned_empty, round_up
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from zft.tiers.disk import allocate, direct_works, file_name, in_memory
 
 PIECE_BYTES = 8 << 20
 """A request is split into pieces of at most this size, so that one large request keeps several in flight."""
-_SUFFIX = ".zft"
-_LOCK_PATIENCE_S = 2.0
+_THREAD_NAME = "zft-nvme"
 _warned_buffered: set[str] = set()
 
 
@@ -42,7 +35,7 @@ class NvmeFolder:
 
     def __init__(self, path: str | Path, rank: int = 0, threads: int = 4, *,
                  preadv: Callable | None = None, pwritev: Callable | None = None):
-        if fcntl is None:
+        if claim.fcntl is None:
             raise ZftError("the nvme tier needs Linux, WSL2 or macOS, got Windows; "
                            "set param_tier, state_tier and grad_tier to device or cpu")
         self.path = Path(path)
@@ -50,41 +43,41 @@ class NvmeFolder:
         self._preadv = preadv or os.preadv
         self._pwritev = pwritev or os.pwritev
         created = not self.path.exists()
-        lock_fd = _acquire(self.path, self.folder)
-        self._files: dict[str, NvmeFile] = {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zft-nvme")
+        lock_fd = claim.acquire(self.path, self.folder)
+        self._open: dict[str, tuple[int, Path]] = {}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=_THREAD_NAME)
         self._count_lock = threading.Lock()
         self.read_bytes = 0
         self.write_bytes = 0
         # also runs at interpreter exit, and holds no reference to self
-        self._cleanup = weakref.finalize(self, _release, os.getpid(), self._pool, self._files, lock_fd, self.folder,
+        self._cleanup = weakref.finalize(self, _release, os.getpid(), self._pool, self._open, lock_fd, self.folder,
                                          self.path if created else None)
         try:
-            _remove_leftovers(self.folder)
+            claim.remove_leftovers(self.folder)
             if rank == 0:
-                _remove_dead_siblings(self.path, self.folder)
-            self.direct = _direct_works(self.folder)
+                claim.remove_dead_siblings(self.path, self.folder)
+            self.direct = not in_memory(self.folder) and direct_works(self.folder)
         except OSError as error:
             self.close()
             raise ZftError(f"nvme_dir {self.path} is not usable ({error.strerror}); "
                            "set nvme_dir to a folder you can write to") from error
         if not self.direct and str(self.path) not in _warned_buffered:
             _warned_buffered.add(str(self.path))
-            warnings.warn(f"{self.path} is on a filesystem without direct I/O: reads and writes go through the page "
-                          "cache and use memory beyond the plan", stacklevel=2)
+            warnings.warn(f"nvme_dir {self.path} is on a filesystem in memory or without direct I/O: it uses memory "
+                          "beyond the plan; set nvme_dir to a disk", stacklevel=2)
 
     def require_free(self, nbytes: int) -> None:
         """Raises ZftError unless `nbytes` more fit on the filesystem."""
         free = shutil.disk_usage(self.path).free
         if nbytes > free:
-            raise ZftError(f"nvme_dir {self.path} needs {nbytes} bytes ({nbytes / 2**30:.1f} GiB) and has {free} free "
-                           f"({free / 2**30:.1f} GiB); free space or set nvme_dir to a larger disk")
+            raise ZftError(f"nvme_dir {self.path} needs {nbytes} bytes ({nbytes / 2**30:.2f} GiB) and has {free} free "
+                           f"({free / 2**30:.2f} GiB); free space or set nvme_dir to a larger disk")
 
     def create(self, name: str, nbytes: int) -> NvmeFile:
         """A new file with room for `nbytes`, allocated now so that a full disk shows here (ZftError)."""
-        assert name not in self._files, f"nvme file {name!r} exists already"
-        file = NvmeFile(self, self.folder / _file_name(name), nbytes)
-        self._files[name] = file
+        assert name not in self._open, f"nvme file {name!r} exists already"
+        file = NvmeFile(self, self.folder / file_name(name), nbytes)
+        self._open[name] = (file._fd, file.path)
         return file
 
     def close(self) -> None:
@@ -115,9 +108,10 @@ class NvmeFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if folder.direct else 0)
         self._fd = os.open(path, flags, 0o600)
         try:
-            _allocate(self._fd, round_up(nbytes))
+            allocate(self._fd, round_up(nbytes))
         except OSError as error:
-            self._close()
+            os.close(self._fd)
+            path.unlink()
             free = shutil.disk_usage(folder.path).free
             raise ZftError(f"could not allocate {nbytes} bytes in {path} ({error.strerror}, {free} bytes free); "
                            "free space or set nvme_dir to a larger disk") from error
@@ -182,12 +176,6 @@ class NvmeFile:
             if moved < PAGE and done < total:
                 raise OSError(errno.EIO, f"nvme {verb} at offset {at} stopped after {moved} of {total - done} bytes",
                               str(self.path))
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self.path.unlink(missing_ok=True)
 
 
 def wait_all(futures: Iterable[Future]) -> int:
@@ -254,142 +242,16 @@ def _rest(buffers: list[memoryview], done: int) -> list[memoryview]:
     return rest
 
 
-def _file_name(name: str) -> str:
-    """A short, safe and distinct file name for any unit name."""
-    safe = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100]
-    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    return f"{safe}-{digest}{_SUFFIX}"
-
-
-def _allocate(fd: int, nbytes: int) -> None:
-    if nbytes == 0:
-        return
-    if not hasattr(os, "posix_fallocate"):  # macOS
-        os.ftruncate(fd, nbytes)
-        return
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        os.ftruncate(fd, nbytes)
-
-
-def _direct_works(folder: Path) -> bool:
-    """Really writes and reads a page with O_DIRECT: some filesystems open the file and refuse the transfer."""
-    if not hasattr(os, "O_DIRECT"):
-        return False
-    probe = folder / f"probe{_SUFFIX}"
-    page = _bytes_of(aligned_empty(PAGE))
-    page[:] = bytes(PAGE)
-    try:
-        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            probe.unlink(missing_ok=True)
-            return False
-        raise
-    try:
-        return os.pwritev(fd, [page], 0) == PAGE and os.preadv(fd, [page], 0) == PAGE
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise
-    finally:
-        os.close(fd)
-        probe.unlink(missing_ok=True)
-
-
-def _acquire(path: Path, folder: Path) -> int:
-    """Creates `folder` and locks it for this process. Returns the lock's descriptor."""
-    deadline = time.monotonic() + _LOCK_PATIENCE_S
-    while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            fd = _try_lock(folder)
-        except FileNotFoundError:
-            fd = None  # another rank's cleanup removed the folder in between
-        except OSError as error:
-            raise ZftError(f"nvme_dir {path} cannot be used ({error.strerror}: {error.filename}); "
-                           "set nvme_dir to a folder you can write to") from error
-        if fd is not None:
-            return fd
-        # rank 0 holds a sibling's lock for a moment while it looks for dead runs
-        if time.monotonic() > deadline:
-            holder = _holder(folder)
-            raise ZftError(f"nvme_dir {path} is in use by another run (process {holder}); "
-                           "wait for it to end or set another nvme_dir")
-        time.sleep(0.05)
-
-
-def _try_lock(folder: Path) -> int | None:
-    lock = folder / "lock"
-    fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # the previous owner may have unlinked the file between open and flock
-        if os.fstat(fd).st_ino != os.stat(lock).st_ino:
-            raise BlockingIOError
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except OSError:
-        os.close(fd)
-        raise
-    os.ftruncate(fd, 0)
-    os.write(fd, str(os.getpid()).encode())
-    return fd
-
-
-def _holder(folder: Path) -> str:
-    try:
-        return (folder / "lock").read_text() or "unknown"
-    except OSError:
-        return "unknown"
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Deletes a dead run's files; they are never read. Files that are not zft's stay."""
-    for file in folder.glob(f"*{_SUFFIX}"):
-        file.unlink(missing_ok=True)
-
-
-def _remove_dead_siblings(path: Path, own: Path) -> None:
-    """A dead run may have had more ranks than this one."""
-    for folder in path.glob("rank-*"):
-        if folder == own or not (folder / "lock").exists():
-            continue
-        try:
-            fd = _try_lock(folder)
-        except OSError:
-            continue  # gone, or not ours to clean
-        if fd is not None:
-            _give_back(fd, folder)
-
-
-def _give_back(lock_fd: int, folder: Path) -> None:
-    """Order matters: the lock file goes while the lock is held, so nobody can lock a file that is about to vanish."""
-    _remove_leftovers(folder)
-    (folder / "lock").unlink(missing_ok=True)
-    os.close(lock_fd)
-    _rmdir_if_empty(folder)
-
-
-def _rmdir_if_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:
-        pass  # somebody else's files are in it, or another rank was faster
-
-
-def _release(pid: int, pool: ThreadPoolExecutor, files: dict[str, NvmeFile], lock_fd: int, folder: Path,
+def _release(pid: int, pool: ThreadPoolExecutor, files: dict[str, tuple[int, Path]], lock_fd: int, folder: Path,
              created: Path | None) -> None:
     if os.getpid() != pid:
         return  # a forked child must not delete its parent's files
-    pool.shutdown(wait=True)
-    for file in files.values():
-        file._close()
+    # the pool's own thread gets here when its request held the last reference, so that none is left to wait for
+    pool.shutdown(wait=not threading.current_thread().name.startswith(_THREAD_NAME))
+    for fd, path in files.values():
+        os.close(fd)
+        path.unlink(missing_ok=True)
     files.clear()
-    _give_back(lock_fd, folder)
+    claim.give_back(lock_fd, folder)
     if created is not None:
-        _rmdir_if_empty(created)
+        claim.rmdir_if_empty(created)
