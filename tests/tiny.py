@@ -1,7 +1,7 @@
 """Random tiny models of every supported family, and a tiny tokenizer. Shared by all tests; needs no network.
 
-    model = tiny_model("llama", vocab_size=67)      # a transformers model on the CPU, float32, seed 0
-    folder = tiny_folder("llama", tmp_path / "m")   # config, safetensors, tokenizer: what a Hub folder looks like
+model = tiny_model("llama", vocab_size=67)      # a transformers model on the CPU, float32, seed 0
+folder = tiny_folder("llama", tmp_path / "m")   # config, safetensors, tokenizer: what a Hub folder looks like
 """
 
 from __future__ import annotations
@@ -88,9 +88,10 @@ ARCHS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8}),
 }
 # the 17 families that the design names, one each
-FAMILIES = (
-    "llama qwen2 qwen3 qwen3_moe mistral mixtral gemma2 gemma3 phi3 gpt2 gpt_neox opt falcon olmo2 granite deepseek_v3 gpt_oss"
-).split()
+FAMILIES = [
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3", "phi3", "gpt2", "gpt_neox"),
+    *("opt", "falcon", "olmo2", "granite", "deepseek_v3", "gpt_oss"),
+]
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"

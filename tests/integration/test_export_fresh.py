@@ -65,7 +65,7 @@ def test_every_family_loads_offline_in_a_fresh_process(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(one["logits"]), logits, atol=1e-5, rtol=1e-5, msg=folder)
 
 
-MODELING = '''
+MODELING = """
 from transformers import LlamaForCausalLM
 from .configuration_mine import MineConfig
 from .helper import double
@@ -76,7 +76,7 @@ class MineForCausalLM(LlamaForCausalLM):
         output = super().forward(*args, **kwargs)
         output.logits = double(output.logits)
         return output
-'''
+"""
 CONFIGURATION = """
 from transformers import LlamaConfig
 class MineConfig(LlamaConfig):
@@ -88,7 +88,10 @@ def custom_folder(path: Path) -> Path:
     tiny_folder("llama", path)
     config = json.loads((path / "config.json").read_text())
     config["model_type"], config["architectures"] = "mine", ["MineForCausalLM"]
-    config["auto_map"] = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    config["auto_map"] = {
+        "AutoConfig": "configuration_mine.MineConfig",
+        "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+    }
     (path / "config.json").write_text(json.dumps(config))
     (path / "modeling_mine.py").write_text(MODELING)
     (path / "configuration_mine.py").write_text(CONFIGURATION)
@@ -105,7 +108,9 @@ def test_custom_code_travels_and_runs_only_when_asked(tmp_path: Path, monkeypatc
     model = build_model(base, trust_remote_code=True)
     weights = HubWeights(base, model)
     names = [name for name, _ in model.named_parameters()]
-    export_folder(tmp_path / "out", ({n: t} for n, t in weights.read(names)), model, base, tokenizer=load_tokenizer(base))
+    export_folder(
+        tmp_path / "out", ({n: t} for n, t in weights.read(names)), model, base, tokenizer=load_tokenizer(base)
+    )
     assert {"modeling_mine.py", "configuration_mine.py", "helper.py", "LICENSE"} <= set(os.listdir(tmp_path / "out"))
     got = fresh(base, tmp_path / "out", remote=True)
     assert got[str(base)]["logits"] == got[str(tmp_path / "out")]["logits"] and got[str(tmp_path / "out")]["info"] == {}

@@ -38,7 +38,9 @@ def test_fsdp2_over_three_ranks(tmp_path: Path) -> None:
     base = tiny_folder("llama_tied", tmp_path / "base", dtype=torch.float32, **settings)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     ranks = [
-        subprocess.Popen([sys.executable, "-c", FSDP2, str(tmp_path), str(rank)], env=environment, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", FSDP2, str(tmp_path), str(rank)], env=environment, stderr=subprocess.PIPE
+        )
         for rank in range(3)
     ]
     for rank in ranks:

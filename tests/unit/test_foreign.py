@@ -21,7 +21,13 @@ from zft.checkpoint.zero import ZeroSource, _Joined, load_inert
 from zft.config import ZftError
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "deepspeed"
-SETTINGS = {"hidden_size": 16, "intermediate_size": 20, "vocab_size": 37, "num_attention_heads": 2, "num_key_value_heads": 1}
+SETTINGS = {
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "vocab_size": 37,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 def save_dcp(state: dict, folder: Path) -> None:
@@ -43,7 +49,9 @@ def test_deepspeed_masters_are_exact(stage: int, tmp_path: Path) -> None:
 
     consolidate(folder / "global_step2", tmp_path / "half", base)
     got = load_file(tmp_path / "half/model.safetensors")
-    assert all(torch.equal(got[name], tensor.bfloat16()) for name, tensor in want.items()), "the base's dtype, one rounding"
+    assert all(torch.equal(got[name], tensor.bfloat16()) for name, tensor in want.items()), (
+        "the base's dtype, one rounding"
+    )
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "half", output_loading_info=True)
     assert not any(info.values())
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.tiny import ARCHS, CHATML, tiny_folder, tiny_model
 from zft.checkpoint import hf
-from zft.checkpoint.hf import ExportError, Exporter, ExportOptions, export_folder, verify_export
+from zft.checkpoint.hf import Exporter, ExportError, ExportOptions, export_folder, verify_export
 from zft.config import ZftError
 from zft.models.load import build_model, grow
 
@@ -135,7 +135,11 @@ def test_sub_configs_agree_on_the_dtype(tmp_path: Path) -> None:
 
     raw = {"dtype": "float32", "text_config": {"torch_dtype": "float32", "inner": {"dtype": None}}, "n": 1}
     _replace_dtype(raw, "bfloat16")
-    assert raw == {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16", "inner": {"dtype": "bfloat16"}}, "n": 1}
+    assert raw == {
+        "dtype": "bfloat16",
+        "text_config": {"torch_dtype": "bfloat16", "inner": {"dtype": "bfloat16"}},
+        "n": 1,
+    }
 
 
 def test_config_is_the_bases_word_for_word(tmp_path: Path) -> None:
@@ -281,7 +285,10 @@ def test_verification_finds_damage_without_the_writers_plan(damage, tmp_path: Pa
 
 
 def test_verification_compares_with_the_base(tmp_path: Path) -> None:
-    base, other = tiny_folder("llama", tmp_path / "base"), tiny_folder("llama", tmp_path / "other", intermediate_size=40)
+    base, other = (
+        tiny_folder("llama", tmp_path / "base"),
+        tiny_folder("llama", tmp_path / "other", intermediate_size=40),
+    )
     export_folder(tmp_path / "out", units(trained("llama")), build_model(base), base)
     with pytest.raises(ExportError, match="in the base"):
         verify_export(tmp_path / "out", other)

@@ -95,7 +95,9 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
     assert hub.resolve_model(str(tmp_path)) == tmp_path.resolve()
 
 
-@pytest.mark.parametrize("model", ["./missing", "/missing/model", "~/missing", "a/b/c", "missing.gguf", "C:\\models\\x"])
+@pytest.mark.parametrize(
+    "model", ["./missing", "/missing/model", "~/missing", "a/b/c", "missing.gguf", "C:\\models\\x"]
+)
 def test_a_missing_path_is_one_line_without_asking_the_hub(model: str, endpoint: type[Standin]) -> None:
     with pytest.raises(ZftError, match="does not exist") as caught:
         hub.resolve_model(model)
@@ -141,7 +143,10 @@ def test_a_hub_model_is_downloaded_without_second_copies(endpoint: type[Standin]
     endpoint.repositories["org/tiny"] = source
     folder = hub.resolve_model("org/tiny")
     got = {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
-    want = {each.name for each in source.iterdir() if each.is_file()} - {"pytorch_model.bin", "consolidated.safetensors"}
+    want = {each.name for each in source.iterdir() if each.is_file()} - {
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+    }
     assert got == want
     from zft.models.load import HubWeights, build_model
 

@@ -43,7 +43,9 @@ def test_streamed_weights_and_buffers_equal_from_pretrained(arch: str, tmp_path:
     assert weights.unexpected == []
     assert all(p.device.type == "meta" for p in model.parameters()) and model.training
     want = dict(reference.named_parameters())
-    assert list(dict(model.named_parameters())) == list(want), "tied parameters must be one Parameter, as in the reference"
+    assert list(dict(model.named_parameters())) == list(want), (
+        "tied parameters must be one Parameter, as in the reference"
+    )
     for name, parameter in model.named_parameters():
         assert parameter.dtype == want[name].dtype, name
         assert torch.equal(got[name].to(parameter.dtype), want[name].data), name
@@ -157,7 +159,9 @@ def test_unexpected_weights_are_listed(tmp_path: Path) -> None:
     assert HubWeights(folder, build_model(folder)).unexpected == ["vision.weight"]
 
 
-@pytest.mark.parametrize("target", ["../outside.safetensors", "/etc/passwd.safetensors", "a/../../b.safetensors", "x.bin"])
+@pytest.mark.parametrize(
+    "target", ["../outside.safetensors", "/etc/passwd.safetensors", "a/../../b.safetensors", "x.bin"]
+)
 def test_an_index_may_not_point_outside_its_folder(target: str, tmp_path: Path) -> None:
     folder = tiny_folder("llama", tmp_path / "m", max_shard_size="30KB")
     save_file({"x": torch.zeros(1)}, tmp_path / "outside.safetensors")
@@ -204,7 +208,9 @@ def test_pickle_weights_are_refused(tmp_path: Path) -> None:
 def test_quantized_and_missing_configs_are_refused(tmp_path: Path) -> None:
     folder = tiny_folder("llama", tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
     with pytest.raises(ZftError, match="quantized with gptq"):
         load_config(folder)
     (folder / "config.json").unlink()

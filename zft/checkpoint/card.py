@@ -52,9 +52,13 @@ def write_card(folder: Path, base: Path | None, measured: dict[str, Any], facts:
     for key in ("license_name", "license_link"):
         if given is None and (value := base_metadata(base).get(key)) is not None:
             setattr(data, key, value)
-    started = f"[{origin}]({constants.ENDPOINT}/{origin})" if is_repo_id(origin) else (Path(origin).name or "a local model")
+    started = (
+        f"[{origin}]({constants.ENDPOINT}/{origin})" if is_repo_id(origin) else (Path(origin).name or "a local model")
+    )
     rows = {"base model": started, "data": ", ".join(Path(each).name for each in datasets), **facts, **measured}
-    table = "\n".join(f"| {key.replace('_', ' ')} | {_cell(value)} |" for key, value in rows.items() if value not in (None, ""))
+    table = "\n".join(
+        f"| {key.replace('_', ' ')} | {_cell(value)} |" for key, value in rows.items() if value not in (None, "")
+    )
     intro = f"Fine-tuned from {started} with zft."
     content = f"---\n{data.to_yaml()}\n---\n\n" + BODY.format(title=title, intro=intro, rows=table)
     (folder / "README.md").write_text(str(ModelCard(content)), encoding="utf-8")
@@ -81,7 +85,7 @@ def base_metadata(base: Path | None) -> dict[str, Any]:
         return {}
     try:
         return metadata_load(base / "README.md") or {}
-    except Exception:  # noqa: BLE001  a card that another tool wrote badly must not fail an export
+    except Exception:  # a card that another tool wrote badly must not fail an export
         return {}
 
 

@@ -1,7 +1,7 @@
 """Reading a torch Distributed Checkpoint (FSDP2, torchtitan, accelerate) one tensor at a time, in one process.
 
-torch's own reader does the work; only its metadata, which it would unpickle freely, is read by an unpickler that knows the
-metadata classes and nothing else.
+torch's own reader does the work; only its metadata, which it would unpickle freely, is read by an unpickler that knows
+the metadata classes and nothing else.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def read_metadata(path: Path) -> Metadata:
         assert isinstance(metadata, Metadata), f"it holds a {type(metadata).__name__}"
         files = {info.relative_path for info in metadata.storage_data.values()}
     except Exception as error:
-        raise ZftError(f"{path} is not the metadata of a torch checkpoint ({' '.join(str(error).split())[:120]})") from error
+        raise ZftError(
+            f"{path} is not the metadata of a torch checkpoint ({' '.join(str(error).split())[:120]})"
+        ) from error
     for name in sorted(files):
         if not is_inside(name):
             raise ZftError(f"{path} points to {name!r}, outside its folder; refused")
@@ -99,7 +101,7 @@ class DcpSource:
         models = [each for each in inner if "optim" not in each.name]
         return models[0] if len(models) == 1 else None
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         return list(self._entries)
 
     def dtype(self, key: str) -> torch.dtype:

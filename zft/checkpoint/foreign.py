@@ -1,7 +1,7 @@
 """Checkpoints of other engines, consolidated into a Hub folder: DeepSpeed ZeRO (stages 1-3) and torch DCP (FSDP2).
 
-Their files are pickles. None is unpickled the ordinary way: tensors load with torch's weights-only reader, every class it
-does not know becomes an inert stand-in, and DCP's metadata may name torch's own metadata classes only.
+Their files are pickles. None is unpickled the ordinary way: tensors load with torch's weights-only reader, every class
+it does not know becomes an inert stand-in, and DCP's metadata may name torch's own metadata classes only.
 
     folder -> ZeroSource or DcpSource (names, shapes, one tensor at a time) -> HubWeights -> export_folder
 """
@@ -38,7 +38,7 @@ def consolidate(
     """Writes what another engine saved in `folder` as a Hub folder `out`; structure, tokenizer and dtype are `base`'s.
 
     base: local folder of the model that was trained. options: as in export_folder. One tensor (or one group that is
-    converted together) is in memory at a time. Raises ZftError for a checkpoint that is not complete or not of this base.
+    converted together) is in memory at a time. Raises ZftError for a checkpoint that is incomplete or not of this base.
     """
     folder, base = Path(folder), Path(base)
     check_target(Path(out))
@@ -57,7 +57,9 @@ def consolidate(
 def _open(folder: Path) -> TensorSource:
     kind = foreign_kind(folder)
     if kind is None:
-        raise ZftError(f"{folder} is no checkpoint that zft knows: neither DeepSpeed (latest, *_optim_states.pt) nor DCP (.metadata)")
+        raise ZftError(
+            f"{folder} is no checkpoint that zft knows: not DeepSpeed (latest, *_optim_states.pt), not DCP (.metadata)"
+        )
     return DcpSource(folder) if kind == "dcp" else ZeroSource(folder)
 
 
@@ -75,13 +77,13 @@ def by_layer(weights: HubWeights, model: nn.Module) -> Iterator[dict[str, Tensor
 
 
 class Renamed:
-    """A source whose keys have lost wrappers (torch.compile, FSDP1, DDP) and the prefix under which a trainer saved them."""
+    """A source whose keys have lost wrappers (torch.compile, FSDP1) and the prefix under which a trainer saved them."""
 
     def __init__(self, source: TensorSource, folder: Path, model: nn.Module):
         self._source = source
         embedding = model.get_input_embeddings().weight
         self.anchor = next(name for name, parameter in model.named_parameters() if parameter is embedding)
-        bare = {_unwrapped(key): key for key in source.keys()}
+        bare = {_unwrapped(key): key for key in source.names()}
         self._keys = self._without_prefix(bare, folder, model.base_model_prefix)
 
     def _without_prefix(self, bare: dict[str, str], folder: Path, base_prefix: str) -> dict[str, str]:
@@ -91,15 +93,19 @@ class Renamed:
             if found:
                 prefix = next((p for p in ("", "model.", "module.", "app.model.") if p in found), found[0])
                 if prefix not in ("", "model.", "module.", "app.model.") and len(found) > 1:
-                    raise ZftError(f"{folder} holds several models ({', '.join(found[:3])}); zft cannot tell which to export")
+                    raise ZftError(
+                        f"{folder} holds several models ({', '.join(found[:3])}); zft cannot tell which to export"
+                    )
                 return {key.removeprefix(prefix): full for key, full in bare.items() if key.startswith(prefix)}
-        raise ZftError(f"{folder} has no {self.anchor} among its {len(bare)} tensors; is --base the model it was trained from?")
+        raise ZftError(
+            f"{folder} has no {self.anchor} among its {len(bare)} tensors; is --base the model it was trained from?"
+        )
 
     def key_of(self, name: str) -> str:
         """The key of a parameter by the model's name for it."""
         return next(key for key in self._keys if key == name or name.endswith("." + key))
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         return list(self._keys)
 
     def dtype(self, key: str):

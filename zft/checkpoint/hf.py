@@ -1,7 +1,7 @@
-"""Export: a folder that `from_pretrained` loads, written while units stream by, then checked against itself and the base.
+"""Export: a folder that `from_pretrained` loads, written while units stream by, then checked against plan and base.
 
-    plan names, shapes, shards from meta shapes -> files at their final size -> unit by unit: Hub layout, one rounding,
-    written at its offset -> config, generation config, tokenizer, code, card -> fsync -> verify -> rename into place
+plan names, shapes, shards from meta shapes -> files at their final size -> unit by unit: Hub layout, one rounding,
+written at its offset -> config, generation config, tokenizer, code, card -> fsync -> verify -> rename into place
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def export_folder(
 
     units: dicts of the model's own names -> CPU tensors, valid until the next one; a tied weight once, under any of its
     names. base: the folder the model came from (config, tokenizer, code, licence), or None. options: see ExportOptions.
-    Nothing appears at `folder` unless everything was written and verified; raises ZftError if it exists and is not empty,
-    ExportError if the result would not load.
+    Nothing appears at `folder` unless everything was written and verified; raises ZftError if it exists and is not
+    empty, ExportError if the result would not load.
     """
     exporter = Exporter(folder, model, base, ExportOptions(**options))
     try:
@@ -92,7 +92,7 @@ def export_folder(
 
 
 class Exporter:
-    """The steps of `export_folder` for callers that hold the loop themselves: write(unit)..., then finish() or abort()."""
+    """The steps of `export_folder` for callers that hold the loop: write(unit), ..., then finish() or abort()."""
 
     def __init__(self, folder: str | Path, model: nn.Module, base: str | Path | None, options: ExportOptions):
         self.folder, self.base, self.options = Path(folder), Path(base) if base is not None else None, options
@@ -178,7 +178,9 @@ class Exporter:
         write_tokenizer(work, options.tokenizer, options.chat_template, self.base)
         write_code(work, model, self.base)
         numel = sum(tensor.numel() for tensor in model.parameters())
-        write_card(work, self.base, {"dtype": str(self.dtype).removeprefix("torch."), "parameters": numel}, options.facts)
+        write_card(
+            work, self.base, {"dtype": str(self.dtype).removeprefix("torch."), "parameters": numel}, options.facts
+        )
         for warning in warnings:
             log.warning(warning)
         return warnings

@@ -23,7 +23,7 @@ def base_model(model: nn.Module) -> Any:
 def export_names(model: nn.Module) -> dict[str, Tensor]:
     """The model's own names that an export writes: parameters and persistent buffers, a tied weight under one name.
 
-    Of tied names the one that transformers declares as the source is kept (`_tied_weights_keys`), as in save_pretrained.
+    Of tied names the one that transformers declares as the source (`_tied_weights_keys`) is kept, as in its own saves.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     alias = aliases(model)
@@ -47,7 +47,7 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 
 def export_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each written tensor: `dtype` for floats, float32 where transformers insists on it, others as they are."""
+    """The dtype of each written tensor: `dtype` for floats, float32 where transformers insists, others as they are."""
     keep = dtype_plan(model, dtype)
     return {
         name: (keep(name) or dtype) if tensor.is_floating_point() else tensor.dtype
@@ -66,6 +66,7 @@ def plan_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, TensorSpec]:
     """Hub name -> dtype and shape of everything that an export of `model` writes, from shapes alone."""
     dtypes = export_dtypes(model, dtype)
     meta = {
-        name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta") for name, tensor in export_names(model).items()
+        name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta")
+        for name, tensor in export_names(model).items()
     }
     return {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in to_hub(model, meta).items()}

@@ -1,4 +1,4 @@
-"""Uploading an export to the Hub: checked locally first; what has arrived is not sent again when an upload is repeated."""
+"""Uploading an export to the Hub: checked locally first; what has arrived is not sent again by the next attempt."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PushError(Exception):
 def push(folder: str | Path, repo_id: str, private: bool = False, trust_remote_code: bool = False) -> str:
     """Creates `repo_id` if need be and uploads every file of an export or adapter folder. Returns the repository's URL.
 
-    Raises ZftError for a folder that is not complete, a bad name or no login, PushError (with the retry command) when the
-    network or the Hub fails. huggingface_hub skips files that are there already, so repeating the call resumes.
+    Raises ZftError for a folder that is not complete, a bad name or no login, PushError (with the retry command) when
+    the network or the Hub fails. huggingface_hub skips files that are there already, so repeating the call resumes.
     """
     folder = Path(folder)
     if not is_repo_id(repo_id):
@@ -60,7 +60,9 @@ def _upload(folder: Path, repo_id: str, private: bool) -> str:
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status == 401 or isinstance(error, errors.LocalTokenNotFoundError):
-            raise ZftError("the Hub does not know you: `hf auth login` or set HF_TOKEN (a token that may write)") from error
+            raise ZftError(
+                "the Hub does not know you: `hf auth login` or set HF_TOKEN (a token that may write)"
+            ) from error
         if status == 403 and str(error.response.url).endswith("/api/repos/create"):
             raise ZftError(f"your token may not write to {repo_id}; give another name or a token that may") from error
         reason = " ".join(str(error).split())[:200] or type(error).__name__

@@ -19,13 +19,19 @@ from torch import nn
 VOLATILE = {"_name_or_path", "name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 NOT_TOKENIZER = {"config.json", "generation_config.json", "model.safetensors.index.json", "adapter_config.json"}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 TOKENIZER_GLOBS = ("tokenizer*", "*.jinja", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt")
 
 
 def write_config(folder: Path, model: Any, base: Path | None, dtype: torch.dtype) -> None:
-    """config.json with the true dtype, sub-configs too: the base's text edited, or transformers' if that is not equivalent."""
+    """config.json with the true dtype, sub-configs too: the base's text edited or, if not equivalent, a new one."""
     name = str(dtype).removeprefix("torch.")
     config = copy.deepcopy(model.config)
     set_dtype(config, dtype)
@@ -117,7 +123,9 @@ def _save_generation(folder: Path, settings: dict[str, Any]) -> list[str]:
 
     warnings = []
     for drop in ((), SAMPLING, tuple(settings)):
-        dropped = sorted(key for key in drop if key in settings and not (key.endswith("token_id") or key == "do_sample"))
+        dropped = sorted(
+            key for key in drop if key in settings and not (key.endswith("token_id") or key == "do_sample")
+        )
         kept = {key: value for key, value in settings.items() if key not in dropped}
         try:
             config = GenerationConfig.from_dict(dict(kept))
@@ -145,7 +153,7 @@ def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None, bas
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
-    # older readers (llama.cpp, sentencepiece) want the files that tokenizer.json has replaced; stale once tokens are added
+    # older readers (llama.cpp, sentencepiece) want files that tokenizer.json has replaced; stale once tokens are added
     for source in _tokenizer_sources(base):
         if source.name in SENTENCEPIECE and not (folder / source.name).exists() and not _has_grown(tokenizer, base):
             shutil.copyfile(source, folder / source.name)
@@ -179,7 +187,7 @@ def write_code(folder: Path, model: nn.Module, base: Path | None) -> None:
 
 
 def _localise_code(folder: Path, model: Any) -> None:
-    """Code that was loaded from another repository (`repo--module.Class`) is copied, so that the folder stands alone."""
+    """Code that was loaded from another repository (`repo--module.Class`) is copied: the folder must stand alone."""
     from transformers.dynamic_module_utils import custom_object_save
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

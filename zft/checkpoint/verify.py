@@ -1,9 +1,8 @@
-"""Proof that an export is what it should be, in the memory of one chunk: structure, bytes, names, and a load on meta."""
+"""Proof that an export is what it should be, in the memory of one chunk: structure, bytes, names, a load on meta."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from zft.checkpoint.names import ExportError
 from zft.checkpoint.writer import CHUNK_BYTES, TensorSpec, byte_view, checksum
 from zft.config import ZftError
-from zft.models.tensorfile import TensorFile
 from zft.models.source import INDEX, weight_files
+from zft.models.tensorfile import TensorFile
 
 
 def verify_export(
@@ -24,10 +23,10 @@ def verify_export(
     checksums: dict[str, int] | None = None,
     trust_remote_code: bool = False,
 ) -> int:
-    """Raises ExportError, saying why, unless the folder loads completely and agrees with its base and with what was written.
+    """Raises ExportError, saying why, unless the folder loads and agrees with its base and with what was written.
 
-    Every file is reopened. base: names and shapes must agree (rows of a grown vocabulary aside). specs and checksums: what
-    the writer planned and wrote; without checksums no tensor bytes are read. Returns the number of tensors.
+    Every file is reopened. base: names and shapes must agree (rows of a grown vocabulary aside). specs and checksums:
+    what the writer planned and wrote; without checksums no tensor bytes are read. Returns the number of tensors.
     """
     folder = Path(folder)
     try:
@@ -121,7 +120,9 @@ def _check_base(base: Path, found: dict[str, TensorSpec], model: Any) -> None:
     except ZftError as error:
         raise ExportError(f"the base cannot be read for comparison: {error}") from error
     ours, theirs = dict(model.named_parameters()), dict(source.named_parameters())
-    untied = {name for name in ours.keys() ^ theirs.keys() if name in source.state_dict() and name in model.state_dict()}
+    untied = {
+        name for name in ours.keys() ^ theirs.keys() if name in source.state_dict() and name in model.state_dict()
+    }
     _same_names(theirs.keys() - untied, ours.keys() - untied, "in the base", "in the export")
     vocabulary = {id(each.weight) for each in (source.get_input_embeddings(), source.get_output_embeddings())}
     for name in theirs.keys() & ours.keys():
@@ -135,7 +136,8 @@ def _same_names(a: set[str], b: set[str], what_a: str, what_b: str) -> None:
     if a != b:
         only_a, only_b = sorted(a - b), sorted(b - a)
         raise ExportError(
-            f"{len(only_a)} {what_a} but not {what_b} {only_a[:3]}, {len(only_b)} {what_b} but not {what_a} {only_b[:3]}"
+            f"{len(only_a)} {what_a} but not {what_b} {only_a[:3]}, "
+            f"{len(only_b)} {what_b} but not {what_a} {only_b[:3]}"
         )
 
 

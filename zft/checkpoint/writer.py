@@ -1,7 +1,7 @@
 """Writing one safetensors file tensor by tensor, in any order, at offsets planned from shapes alone.
 
-Nothing is buffered: a tensor's bytes go from its own memory to the file in chunks (converted on the way if need be), and
-their checksum is kept so that a reader can prove what it finds.
+Nothing is buffered: a tensor's bytes go from its own memory to the file in chunks (converted on the way if need be),
+and their checksum is kept so that a reader can prove what it finds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def checksum(view: memoryview, total: int = 0) -> int:
 
 
 class TensorFileWriter:
-    """A safetensors file under construction. `write` each planned tensor once, then `finish`; `abort` closes and leaves it."""
+    """A safetensors file under construction. `write` each planned tensor once, then `finish`; `abort` only closes."""
 
     def __init__(self, path: Path, specs: dict[str, TensorSpec]):
         self.path, self.specs = path, specs
@@ -92,7 +92,7 @@ class TensorFileWriter:
 
 
 def plan_header(specs: dict[str, TensorSpec]) -> tuple[bytes, dict[str, int], int]:
-    """(header bytes, absolute offset of each tensor, size of the file in bytes); wide dtypes first, so that all align."""
+    """(header bytes, absolute offset of each tensor, bytes of the file); wide dtypes first, so that all align."""
     at, header = 0, {"__metadata__": {"format": "pt"}}
     for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
         header[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
@@ -115,7 +115,7 @@ def _parts(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """A full disk is found now rather than after an hour; where the filesystem cannot reserve, the writes will find it."""
+    """A full disk is found now rather than after an hour; where the filesystem cannot reserve, writes find it."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except (AttributeError, OSError) as error:

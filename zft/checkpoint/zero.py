@@ -43,7 +43,9 @@ def load_inert(path: Path) -> Any:
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
-        raise ZftError(f"{path} cannot be read safely ({reason}); only complete zip-format torch files are accepted") from error
+        raise ZftError(
+            f"{path} cannot be read safely ({reason}); only complete zip-format torch files are accepted"
+        ) from error
 
 
 class ZeroSource:
@@ -58,7 +60,9 @@ class ZeroSource:
         count = optim[0].get("partition_count", len(optim))
         count = max(count) if isinstance(count, (list, tuple)) else count
         if count != len(optim):
-            raise ZftError(f"{self.folder} has the files of {len(optim)} of {count} ranks; copy all *_optim_states.pt there")
+            raise ZftError(
+                f"{self.folder} has the files of {len(optim)} of {count} ranks; copy all *_optim_states.pt there"
+            )
         if "fp32_flat_groups" in optim[0]:
             self._parts = self._stage_3(optim, models)
         elif "single_partition_of_fp32_groups" in optim[0]:
@@ -88,7 +92,9 @@ class ZeroSource:
         for path in folder.glob("*_states.pt"):
             if match := RANK.search(path.name):
                 if int(match[2]) != 0:
-                    raise ZftError(f"{folder} was saved with tensor parallelism ({path.name}), which zft cannot consolidate")
+                    raise ZftError(
+                        f"{folder} was saved with tensor parallelism ({path.name}), which zft cannot consolidate"
+                    )
                 found[match[3]].append((int(match[1]), path))
             elif path.name.endswith("model_states.pt"):
                 found["model"].append((0, path))
@@ -133,9 +139,11 @@ class ZeroSource:
                 self._parts[name] = (tuple(module[name].shape), [module[name].reshape(-1)])
         for name, (shape, pieces) in self._parts.items():
             if sum(piece.numel() for piece in pieces) < math.prod(shape):
-                raise ZftError(f"{self.folder} holds only part of {name} {list(shape)}; files of some ranks are missing")
+                raise ZftError(
+                    f"{self.folder} holds only part of {name} {list(shape)}; files of some ranks are missing"
+                )
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         return list(self._parts)
 
     def dtype(self, key: str) -> torch.dtype:

@@ -53,7 +53,10 @@ def is_hub_id(model: str) -> bool:
 
 def _looks_local(model: str) -> bool:
     return (
-        model.startswith((".", "/", "~", "\\")) or model.count("/") > 1 or "\\" in model or model.lower().endswith(".gguf")
+        model.startswith((".", "/", "~", "\\"))
+        or model.count("/") > 1
+        or "\\" in model
+        or model.lower().endswith(".gguf")
     )
 
 
@@ -66,7 +69,9 @@ def _download(model: str, revision: str | None) -> Path:
         raise ZftError(f"model={model} is neither a folder, a .gguf file nor a valid Hub id") from error
     except errors.GatedRepoError as error:
         page = f"{constants.ENDPOINT}/{model}"
-        raise ZftError(f"model={model} is gated: accept the licence at {page}, then `hf auth login` or set HF_TOKEN") from error
+        raise ZftError(
+            f"model={model} is gated: accept the licence at {page}, then `hf auth login` or set HF_TOKEN"
+        ) from error
     except errors.RevisionNotFoundError as error:
         raise ZftError(f"model={model} has no revision {revision!r}; name a branch, tag or commit it has") from error
     except errors.RepositoryNotFoundError as error:
@@ -77,7 +82,7 @@ def _download(model: str, revision: str | None) -> Path:
     except errors.LocalEntryNotFoundError as error:
         reason = " ".join(str(error.__cause__ or error).split())[:120]
         raise ZftError(
-            f"model={model} is not a folder here and the Hub cannot be reached ({reason}); check the network or give a folder"
+            f"model={model} is not a folder here and the Hub cannot be reached ({reason}); check the network"
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:160]

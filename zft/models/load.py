@@ -1,8 +1,8 @@
 """A causal LM on the meta device, ready for weights to be streamed in, and its tokenizer.
 
-    build_model(folder)  -> structure without weights; rotary tables and the like are real, as from_pretrained makes them
-    grow(model, rows)    -> room for tokens that the tokenizer has and the model lacks
-    HubWeights(folder, model).read(names)  -> the weights, one unit at a time (zft/models/weights.py)
+build_model(folder)  -> structure without weights; rotary tables and the like are real, as from_pretrained makes them
+grow(model, rows)    -> room for tokens that the tokenizer has and the model lacks
+HubWeights(folder, model).read(names)  -> the weights, one unit at a time (zft/models/weights.py)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zft.config import ZftError
+from zft.models.quantized import check_quantization, take_dequantizer
 from zft.models.source import SafetensorsFolder
 from zft.models.weights import HubWeights, stored_name
 
@@ -35,10 +36,7 @@ def load_config(folder: str | Path, trust_remote_code: bool = False) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:
         raise ZftError(_reason(folder, error)) from error
-    if getattr(config, "quantization_config", None) is not None:
-        method = config.quantization_config
-        method = method.get("quant_method", "?") if isinstance(method, dict) else method.quant_method
-        raise ZftError(f"{folder} holds weights quantized with {method}; full weights are needed, dequantize them first")
+    check_quantization(folder, config)
     return config
 
 
@@ -66,6 +64,7 @@ def build_model(
     folder = Path(folder)
     config = load_config(folder, trust_remote_code)
     dtype = dtype or stored_dtype(folder, config)
+    dequantizer = take_dequantizer(config)
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
         with torch.device("meta"), _no_init():
@@ -75,6 +74,7 @@ def build_model(
     except Exception as error:
         raise ZftError(_reason(folder, error)) from error
     config.name_or_path = model.config.name_or_path = model.name_or_path = str(folder)
+    model._dequantizer = dequantizer  # read by HubWeights
     _tie(model, folder)
     _keep_in_fp32(model, dtype)
     _real_buffers(model)
@@ -83,13 +83,13 @@ def build_model(
 
 
 def stored_dtype(folder: str | Path, config: Any) -> torch.dtype:
-    """The dtype of a folder's weights: what config.json says, else that of the first float tensor ("auto" of transformers)."""
+    """The dtype of a folder's weights: what config.json says, else that of the first float tensor ("auto")."""
     stored = config.dtype if getattr(config, "dtype", None) is not None else config.get_text_config().dtype
     if isinstance(stored, str):
         stored = getattr(torch, stored)
     tensors = SafetensorsFolder(Path(folder))
     try:
-        found = (dtype for key in tensors.keys() if (dtype := tensors.dtype(key)).is_floating_point)
+        found = (d for key in tensors.names() if (d := tensors.dtype(key)).is_floating_point and d.itemsize > 1)
         return stored or next(found, torch.float32)
     finally:
         tensors.close()
@@ -102,7 +102,7 @@ def _no_init() -> Any:
 
 
 def dtype_plan(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """name -> the dtype that transformers insists on for it when loading in `dtype` (_keep_in_fp32_modules), or None."""
+    """name -> the dtype that transformers insists on when loading in `dtype` (_keep_in_fp32_modules), or None."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return lambda name: None
@@ -127,7 +127,7 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _real_buffers(model: nn.Module) -> None:
-    """Non-persistent buffers by transformers' own initialisation, which skips everything that is marked as initialised."""
+    """Non-persistent buffers by transformers' own initialisation, which skips all that is marked as initialised."""
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     for name, buffer in list(model.named_non_persistent_buffers()):
@@ -139,11 +139,11 @@ def _real_buffers(model: nn.Module) -> None:
 
 
 def _tie(model: nn.Module, folder: Path) -> None:
-    """Ties as the config says, except where the folder stores different values: that config is wrong (as from_pretrained)."""
+    """Ties as the config says, unless the folder stores different values: that config is wrong (as from_pretrained)."""
     tied = dict(model.all_tied_weights_keys)
     if tied:
         tensors, names = SafetensorsFolder(folder), model.state_dict()
-        stored = {stored_name(key, model, names): key for key in tensors.keys()}
+        stored = {stored_name(key, model, names): key for key in tensors.names()}
         for target, source in tied.items():
             if target in stored and source in stored and not tensors.same(stored[target], stored[source]):
                 log.warning("%s ties %s to %s but stores different values: left untied", folder, target, source)
@@ -171,7 +171,9 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:
         text = " ".join(str(error).split())
-        raise ZftError(f"{folder} has no usable tokenizer ({text[:160]}); save one with save_pretrained there") from error
+        raise ZftError(
+            f"{folder} has no usable tokenizer ({text[:160]}); save one with save_pretrained there"
+        ) from error
 
 
 def tokenizer_rows(tokenizer: Any) -> int:
@@ -206,4 +208,6 @@ def check_tokens(model: nn.Module, tokenizer: Any) -> None:
     need = tokenizer_rows(tokenizer)
     if need > rows:
         name = tokenizer.convert_ids_to_tokens(need - 1)
-        raise ZftError(f"token {name!r} has id {need - 1} but the model has {rows} rows; use this model's own tokenizer")
+        raise ZftError(
+            f"token {name!r} has id {need - 1} but the model has {rows} rows; use this model's own tokenizer"
+        )

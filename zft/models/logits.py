@@ -1,7 +1,7 @@
 """What a model does to its logits after the output head: a factor (Granite, Cohere), a soft cap (Gemma), or nothing.
 
-Found by asking the model's own forward rather than by attribute names, which differ between families: the decoder and the
-head are replaced for one call, the head answers with known numbers, and what comes out as `logits` gives the closed form.
+Found by asking the model's own forward rather than by attribute names, which differ between families: the decoder and
+the head are replaced for one call, the head answers with known numbers, and what comes out as `logits` gives the form.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LogitTransform:
 
 
 def logit_transform(model: nn.Module) -> LogitTransform:
-    """The transform of a causal LM (any device, meta too; PEFT wrappers are looked through). Raises ZftError if unknown."""
+    """The transform of a causal LM (any device, meta too; PEFT wrappers looked through). Raises ZftError if unknown."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = type(model).__name__
     try:

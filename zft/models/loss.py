@@ -1,8 +1,8 @@
 """The default loss: cross-entropy through the output head in token chunks, never the full logits.
 
-    hidden [B, T, H], labels shifted left -> rows with a label -> chunks of <= chunk_bytes float32 logits
-    logits = h @ W.T (+ b) -> scale -> soft cap -> logsumexp - logit of the label, summed
-    backward in the same visit: (softmax - onehot) * scale -> chain rule -> rows of grad_hidden, grad_weight += in place
+hidden [B, T, H], labels shifted left -> rows with a label -> chunks of <= chunk_bytes float32 logits
+logits = h @ W.T (+ b) -> scale -> soft cap -> logsumexp - logit of the label, summed
+backward in the same visit: (softmax - onehot) * scale -> chain rule -> rows of grad_hidden, grad_weight += in place
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class HeadLoss:
     ) -> tuple[Tensor, Tensor]:
         """Loss sum and gradient of `scale * loss sum`.
 
-        hidden [B, T, H] (detached), targets [B, T] from `targets`. Returns (float64 scalar, unscaled; grad_hidden [B, T, H]
-        in hidden's dtype). Gradients of head.weight [V, H] and head.bias [V] are added to `grads["weight"]` and
-        `grads["bias"]` (float32 or the weight's dtype) or, without `grads`, to `.grad`, which is created if None;
+        hidden [B, T, H] (detached), targets [B, T] from `targets`. Returns (float64 scalar, unscaled; grad_hidden
+        [B, T, H] in hidden's dtype). Gradients of head.weight [V, H] and head.bias [V] are added to `grads["weight"]`
+        and `grads["bias"]` (float32 or the weight's dtype) or, without `grads`, to `.grad`, which is created if None;
         frozen ones get none. A head that is not exactly nn.Linear goes through `call` (default: the head itself) and
         autograd, chunk by chunk, into `.grad`.
         """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zft.config import ZftError
-from zft.models.tensorfile import TensorEntry, TensorFile
+from zft.models.tensorfile import NAMES, TensorEntry, TensorFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -19,7 +19,7 @@ SINGLE = "model.safetensors"
 class TensorSource(Protocol):
     """Named tensors on a disk, read one at a time."""
 
-    def keys(self) -> list[str]: ...
+    def names(self) -> list[str]: ...
     def dtype(self, key: str) -> torch.dtype: ...
     def shape(self, key: str) -> tuple[int, ...]: ...
     def read(self, key: str) -> Tensor: ...
@@ -34,6 +34,9 @@ class LazyTensor:
 
     def get_shape(self) -> list[int]:
         return list(self._source.shape(self._key))
+
+    def get_dtype(self) -> str:
+        return NAMES[self._source.dtype(self._key)]
 
     def __getitem__(self, index: Any) -> Tensor:
         return self._source.read(self._key)[index]
@@ -54,7 +57,7 @@ class SafetensorsFolder:
             self.close()
             raise
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         return list(self.files)
 
     def dtype(self, key: str) -> torch.dtype:
@@ -100,7 +103,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
         pickles = sorted(each.name for each in folder.glob("*.bin") if each.name.startswith("pytorch_model"))
         if pickles:
             raise ZftError(
-                f"{folder} has its weights in {pickles[0]}, a pickle, which can run code; convert it to safetensors first"
+                f"{folder} has its weights in {pickles[0]}, a pickle, which can run code; convert it to safetensors"
             )
         raise ZftError(f"{folder} has no {SINGLE} and no {INDEX}; give a folder that from_pretrained can load")
     with TensorFile(single) as file:

@@ -63,13 +63,17 @@ class TensorFile:
         size = os.fstat(self._fd).st_size
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little") if size >= 8 else -1
         if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
-            raise ZftError(f"{self.path} is not a complete safetensors file ({size} bytes); download or export it again")
+            raise ZftError(
+                f"{self.path} is not a complete safetensors file ({size} bytes); download or export it again"
+            )
         try:
             header: dict[str, Any] = json.loads(os.pread(self._fd, length, 8))
             metadata = header.pop("__metadata__", {})
             entries = {name: self._entry(name, each, 8 + length) for name, each in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ZftError(f"{self.path} has a damaged safetensors header ({error}); download or export it again") from error
+            raise ZftError(
+                f"{self.path} has a damaged safetensors header ({error}); download or export it again"
+            ) from error
         end = max((each.start + each.nbytes for each in entries.values()), default=8 + length)
         if end != size:
             raise ZftError(f"{self.path} has {size} bytes but its header promises {end}; download or export it again")
@@ -81,7 +85,9 @@ class TensorFile:
         dtype, shape, (start, end) = DTYPES[each["dtype"]], tuple(each["shape"]), each["data_offsets"]
         nbytes = math.prod(shape) * dtype.itemsize
         if end - start != nbytes or start < 0:
-            raise ZftError(f"{self.path}: tensor {name} spans {end - start} bytes where its shape {shape} needs {nbytes}")
+            raise ZftError(
+                f"{self.path}: tensor {name} spans {end - start} bytes where its shape {shape} needs {nbytes}"
+            )
         return TensorEntry(dtype, shape, base + start, nbytes)
 
     def read(self, name: str) -> Tensor:
@@ -98,7 +104,9 @@ class TensorFile:
         while done < len(view):
             got = os.preadv(self._fd, [view[done : done + (1 << 30)]], offset + done)
             if got <= 0:
-                raise ZftError(f"{self.path} ends at byte {offset + done}, in the middle of a tensor; download it again")
+                raise ZftError(
+                    f"{self.path} ends at byte {offset + done}, in the middle of a tensor; download it again"
+                )
             done += got
 
     def equal(self, name: str, other: TensorFile, other_name: str, chunk_bytes: int = 16 << 20) -> bool:

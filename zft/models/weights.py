@@ -24,6 +24,7 @@ from zft.models.source import LazyTensor, SafetensorsFolder, TensorSource
 
 log = logging.getLogger(__name__)
 
+
 def stored_name(key: str, model: nn.Module, names: dict[str, Any]) -> str:
     """The model's name for a checkpoint key, as far as only the base model's prefix differs."""
     from transformers.core_model_loading import rename_source_key
@@ -42,9 +43,9 @@ class _Group:
 class HubWeights:
     """The weight source of a folder of safetensors (or another `source`), for a model built on meta by `build_model`.
 
-    Raises ZftError at construction when a parameter of the model has no tensor in the folder; tensors that the model has
-    no use for are listed in `unexpected` (a warning, as in from_pretrained). Sets `model._weight_conversions`, so that an
-    export writes the folder's own layout.
+    Raises ZftError at construction when a parameter of the model has no tensor in the folder; tensors that the model
+    has no use for are listed in `unexpected` (a warning, as in from_pretrained). Sets `model._weight_conversions`, so
+    that an export writes the folder's own layout.
     """
 
     def __init__(self, folder: str | Path, model: nn.Module, source: TensorSource | None = None):
@@ -53,9 +54,11 @@ class HubWeights:
         self._tensors = source if source is not None else SafetensorsFolder(self.folder)
         self._shapes = {name: each for name, each in model.state_dict(keep_vars=True).items()}
         self._buffers = {name for name, _ in model.named_buffers()}
-        self._mapping = _conversion_mapping(model)
+        self._dequantizer = getattr(model, "_dequantizer", None)
+        self._mapping = _conversion_mapping(model, self._dequantizer)
         self._groups, self.unexpected = self._rename(model)
-        model._weight_conversions = [each for each in self._mapping if each.was_used()]
+        if self._dequantizer is None:  # else an export takes transformers' plain mapping: it writes full weights
+            model._weight_conversions = [each for each in self._mapping if each.was_used()]
         self._alias = _tied_names(model)
         self._growable: set[str] = getattr(model, "_grown_names", set())  # set by zft.models.load.grow
         self._check_missing(model)
@@ -63,7 +66,7 @@ class HubWeights:
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """(name, CPU tensor) of parameters and persistent buffers, in the checkpoint's dtype.
 
-        Holds one conversion group at a time (a fused expert tensor and its parts), the tensors yielded are the caller's.
+        Holds one conversion group at a time (a fused expert tensor and its parts); what is yielded is the caller's.
         Rows that the model has beyond the checkpoint (an embedding grown for new tokens) are the mean of the old rows.
         """
         groups: dict[int, tuple[_Group, dict[str, str]]] = {}
@@ -100,7 +103,7 @@ class HubWeights:
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         groups: dict[str, _Group] = {}
         unexpected = []
-        for key in sorted(self._tensors.keys(), key=dot_natural_key):
+        for key in sorted(self._tensors.names(), key=dot_natural_key):
             target, pattern = rename_source_key(key, renamings, converters, self._prefix, self._shapes)
             if target not in self._shapes and key in self._shapes:
                 target, pattern = rename_source_key(key, [], [], self._prefix, self._shapes)
@@ -139,9 +142,13 @@ class HubWeights:
                 f"{self.folder} has no tensor for {', '.join(missing[:3])}{more}; the weights do not match config.json"
             )
         if self.unexpected:
-            log.warning("%s: %d tensors are not used, among them %s", self.folder, len(self.unexpected), self.unexpected[0])
+            log.warning(
+                "%s: %d tensors are not used, among them %s", self.folder, len(self.unexpected), self.unexpected[0]
+            )
 
     def _dtype(self, group: _Group) -> torch.dtype:
+        if self._dequantizer is not None:
+            return self._shapes[group.targets[0]].dtype
         dtype = self._tensors.dtype(group.keys[0])
         for key in group.keys[1:]:
             dtype = torch.promote_types(dtype, self._tensors.dtype(key))
@@ -159,7 +166,7 @@ class HubWeights:
         skeleton = _skeleton(shapes, self._buffers, dtype)
         skeleton.config, skeleton.base_model_prefix = self._config, self._prefix
         lazy = {key: LazyTensor(self._tensors, key) for key in group.keys}
-        load = LoadStateDictConfig(device_map=None, dtype=dtype, weight_mapping=self._mapping)
+        load = LoadStateDictConfig(dtype=dtype, weight_mapping=self._mapping, hf_quantizer=self._dequantizer)
         with _quiet():
             info, _ = convert_and_load_state_dict_in_model(skeleton, lazy, load)
         if info.conversion_errors:
@@ -182,7 +189,7 @@ class HubWeights:
 
 
 def grow_rows(tensor: Tensor, rows: int) -> Tensor:
-    """A tensor [rows, ...] that starts with the old rows, bit for bit; each new row is the float32 mean of the old ones.
+    """A tensor [rows, ...] that starts with the old rows, bit for bit; each new row is their float32 mean.
 
     The mean leaves the model's predictions for old tokens nearly unchanged (Hewitt 2021,
     https://www.cs.columbia.edu/~johnhew/vocab-expansion.html) and needs no random numbers: every rank gets the same.
@@ -214,10 +221,10 @@ def _skeleton(shapes: dict[str, Tensor], buffers: set[str], dtype: torch.dtype) 
     return root
 
 
-def _conversion_mapping(model: nn.Module) -> list[Any]:
+def _conversion_mapping(model: nn.Module, dequantizer: Any) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    return get_model_conversion_mapping(model)
+    return get_model_conversion_mapping(model, hf_quantizer=dequantizer)
 
 
 def _tied_names(model: nn.Module) -> dict[str, list[str]]:
