@@ -1,2 +1,83 @@
-"""x"""
+"""Continued pretraining on text: every token is learned, documents are packed into full sequences.
+
+    zft run pretrain model=HuggingFaceTB/SmolLM2-135M data=books/
+
+Features: txt, jsonl, csv and parquet files, folders and Hub data sets; long documents go on in the next sequence, packed
+documents don't see each other; engine, ranks, checkpoints and export as in sft.py.
+
+Errors (ZftError, exit status 2, nothing written): no such model or data, rows without text, a placement that doesn't fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zft.api import Engine
+from zft.config import RunConfig
+from zft.data import prepare
+from zft.dist import World
+from zft.models.hub import resolve_model
+from zft.models.load import HubWeights, build_model, grow, load_config, load_tokenizer, tokenizer_rows
+from zft.precision import resolve_precision
+from zft.tiers.plan import describe, place
+from zft.train.folder import RunFolder
+from zft.train.loop import Job, Outcome, ended_early, evaluator, fit
+from zft.train.setup import facts, free_bytes, make_loader, together, trained_numel
+
 CONFIG = "pretrain"
+"""The file of configs/ that `zft run` composes for this recipe."""
+
+
+def main(run: RunConfig, resume: bool = False) -> int:
+    """Returns the exit status: 0, or 130 for a run that was asked to stop."""
+    options = run.engine
+    world = World.from_env(options.compute_device, options.shard_ranks, options.timeout_s)
+    say = print if world.is_main else lambda *_: None
+    folder = RunFolder(run.out)
+
+    with together(world):
+        # data: all that can be wrong with it is known before a weight is read
+        base = resolve_model(run.model)
+        load_config(base, run.trust_remote_code)
+        tokenizer = load_tokenizer(base, run.trust_remote_code)
+        prepared = prepare(
+            [vars(source) for source in run.data],
+            tokenizer,
+            run.data_options,
+            seq_len=run.train.seq_len,
+            seed=run.train.seed,
+            method="pretrain",
+            eval_data=[vars(source) for source in run.eval_data] or None,
+        )
+        say(prepared.report.render())
+        loader, total_steps = make_loader(prepared, run, world)
+
+        # model: its structure only, with room for every token of the tokenizer
+        dtype = resolve_precision(options, world.device).hi_dtype
+        model = build_model(base, dtype, trust_remote_code=run.trust_remote_code)
+        grow(model, tokenizer_rows(tokenizer))
+        free = free_bytes(world, run.hardware, options.nvme_dir)
+        options = place(options, run.auto_tiers, trained_numel(model), world.size, free)
+        run = replace(run, engine=options, auto_tiers=())
+
+    # engine: streams the weights to where they live
+    with together(world):
+        if world.is_main:
+            folder.write_config(run) if resume else folder.create(run)
+    engine = Engine(model, options, source=HubWeights(base, model), world=world)
+    say(f"{trained_numel(model) / 1e6:.0f} M parameters: {describe(options)}; {total_steps} steps; {folder.path}")
+
+    # train
+    job = Job(run, engine, loader, world, folder, evaluator(prepared, run, world, engine))
+    outcome = fit(job, total_steps, resume)
+    if outcome is not Outcome.finished:
+        engine.close()
+        return ended_early(job, outcome)
+
+    # export
+    if not folder.is_exported:
+        say(f"exporting to {folder.export}")
+        engine.export(folder.export, base=base, tokenizer=tokenizer, facts=facts(run, job.state))
+    engine.close()
+    say(f"done: {folder.export}")
+    return 0

@@ -19,10 +19,11 @@ from zft.data import prepare
 from zft.dist import World
 from zft.models.hub import resolve_model
 from zft.models.load import HubWeights, build_model, grow, load_config, load_tokenizer, tokenizer_rows
+from zft.precision import resolve_precision
 from zft.tiers.plan import describe, place
 from zft.train.folder import RunFolder
-from zft.train.loop import Job, Outcome, ended_early, fit
-from zft.train.setup import evaluator, facts, free_bytes, make_loader, together, trained_numel
+from zft.train.loop import Job, Outcome, ended_early, evaluator, fit
+from zft.train.setup import facts, free_bytes, make_loader, together, trained_numel
 
 CONFIG = "sft"
 """The file of configs/ that `zft run` composes for this recipe."""
@@ -53,7 +54,8 @@ def main(run: RunConfig, resume: bool = False) -> int:
         loader, total_steps = make_loader(prepared, run, world)
 
         # model: its structure only, with room for every token of the tokenizer
-        model = build_model(base, trust_remote_code=run.trust_remote_code)
+        dtype = resolve_precision(options, world.device).hi_dtype
+        model = build_model(base, dtype, trust_remote_code=run.trust_remote_code)
         grow(model, tokenizer_rows(tokenizer))
         free = free_bytes(world, run.hardware, options.nvme_dir)
         options = place(options, run.auto_tiers, trained_numel(model), world.size, free)

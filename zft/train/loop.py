@@ -153,3 +153,11 @@ def _metrics(job: Job, result: StepResult, lr: float, eval_loss: float | None) -
 
 def _any_rank(world: World, flag: bool) -> bool:
     return flag if world.size == 1 else any(row[0] for row in world.gather_ints([int(flag)]))
+
+
+def evaluator(prepared, run: RunConfig, world: World, engine: Engine) -> Callable[[], EvalResult] | None:
+    """Evaluates on all of `eval_data`, batch by batch; None without any."""
+    if prepared.eval is None:
+        return None
+    batches = list(prepared.eval.batches(world.rank, world.size, run.train.micro_batch_size))
+    return lambda: engine.evaluate(batches)
