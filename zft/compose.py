@@ -53,7 +53,7 @@ def compose(recipe: str, args: list[str], cwd: Path) -> RunConfig:
     overrides, problems = parse(args, {group: options(group) for group in GROUPS})
     chosen, values = _values(overrides, cwd, problems)
     raise_all(problems)
-    tree = _hydra(_base_config(script), chosen)
+    tree = _hydra(base_config(script), chosen)
     tree["recipe"] = recipe if recipe in recipes() else str(script)
     raise_all(_checked(tree, cwd))
     for key, value in values.items():
@@ -78,9 +78,13 @@ def recompose(tree: dict, args: list[str], cwd: Path) -> RunConfig:
     return build(tree, cwd)
 
 
-def _base_config(script: Path) -> str:
+def base_config(script: Path) -> str:
     """The config that a recipe starts from: its line `CONFIG = "sft"`, read without running it."""
-    for node in ast.parse(script.read_text(encoding="utf-8")).body:
+    try:
+        body = ast.parse(script.read_text(encoding="utf-8")).body
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ZftError(f"{script} is not a Python script: {error}") from error
+    for node in body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "CONFIG":
             return ast.literal_eval(node.value)
     return "sft"

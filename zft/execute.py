@@ -24,9 +24,9 @@ def execute(run: RunConfig, resume: bool = False) -> int:
         return launch(run, resume)
     if run.nproc > 1 and run.nproc != ranks:
         raise ZftError(f"nproc={run.nproc}, but torchrun started {ranks} ranks; leave nproc out under torchrun")
-    recipe = _load(find_recipe(run.recipe, Path.cwd()))
     folder = RunFolder(run.out)
     try:
+        recipe = _load(find_recipe(run.recipe, Path.cwd()))
         return recipe.main(run, resume) or DONE
     except ZftError:
         raise
