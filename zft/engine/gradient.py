@@ -10,28 +10,34 @@ import torch
 
 from zft.config import EngineConfig, Tier
 from zft.dist import World
-from zft.engine.pool import BufferPool, maker
-from zft.engine.record import Record
-from zft.engine.schedule import Recorder
+from zft.engine.pool import BufferPool, PinnedMemory, maker
+from zft.engine.record import Memory, Record
+from zft.engine.schedule import Fetcher
 from zft.engine.unit import ParamGroup, Pending
-from zft.engine.update import Updater
 from zft.optim.norm import sumsq_blocks
+from zft.tiers.cpu import aligned_empty
+from zft.tiers.device import Event
 from zft.tiers.slab import Traffic
 
 
 class Gradients:
     """Collects, reduces, parks and finishes the gradients of one step after another."""
 
-    def __init__(self, records: dict[ParamGroup, Record], world: World, config: EngineConfig, updater: Updater, record: Recorder):
-        self.records, self.world, self.config, self.updater, self.record = records, world, config, updater, record
-        self.traffic: Traffic = updater.traffic
+    def __init__(
+        self, records: dict[ParamGroup, Record], world: World, config: EngineConfig, fetcher: Fetcher, pinned: PinnedMemory
+    ):
+        self.records, self.world, self.config = records, world, config
+        self.updater, self.streams, self.record = fetcher.updater, fetcher.streams, fetcher.record
+        self.traffic: Traffic = self.updater.traffic
         self.folder = None
         trained = [r for g, r in records.items() if g.trainable]
         large = max((g.layout.padded_numel for g in records if g.trainable and not g.replicated), default=0)
         small = max((g.layout.padded_numel for g in records if g.trainable and g.replicated), default=0)
         self.flats = BufferPool(large * 4, maker(world.device))
         self.small_flats = BufferPool(small * 4, maker(world.device))
-        self.staged = BufferPool(max((r.ranges.grad_numel * r.grad_dtype.itemsize for r in trained), default=0))
+        staged_bytes = max((r.ranges.grad_numel * r.grad_dtype.itemsize for r in trained), default=0)
+        # two: one being stored or stepped while the next unit runs backwards; a third would hide that the disk is behind
+        self.staged = BufferPool(staged_bytes, pinned, limit=2)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="zft-gradient")
         self.finished: dict[ParamGroup, Future] = {}
         """Sum of squares of this rank's share, once the gradient is where it waits (or its update has run)."""
@@ -116,33 +122,43 @@ class Gradients:
         if on_host:
             self.traffic.add("d2h", shard.numel() * record.grad_dtype.itemsize)
         if self.immediate is None and slab.resident:
-            slab.tensor.copy_(shard)
-            self.finished[group] = self.thread.submit(self._measure, record, slab.tensor)
+            arrived = self._lower(slab.tensor, shard)
+            self.finished[group] = self.thread.submit(self._measure, record, slab.tensor, arrived)
             return
-        buffer = self.staged.acquire(shard.numel(), record.grad_dtype).copy_(shard)
+        buffer = self.staged.acquire(shard.numel(), record.grad_dtype)
+        arrived = self._lower(buffer, shard)
         work = self._step_now if self.immediate is not None else self._store
-        self.finished[group] = self.thread.submit(work, group, record, buffer)
+        self.finished[group] = self.thread.submit(work, group, record, buffer, arrived)
 
-    def _measure(self, record: Record, grad: torch.Tensor) -> float:
+    def _lower(self, target: torch.Tensor, shard: torch.Tensor) -> Event:
+        """target <- shard, rounded on the device; from a GPU to the host without waiting."""
+        if target.device == shard.device:
+            target.copy_(shard)
+            return Event()
+        return self.streams.copy_d2h(target, shard.to(target.dtype))
+
+    def _measure(self, record: Record, grad: torch.Tensor, arrived: Event) -> float:
         """Sum of squares of the part that this rank updates, float64, over fixed blocks in a fixed order."""
+        arrived.synchronize()
         ranges = record.ranges
         first = ranges.state_start - ranges.grad_start
         return math.fsum(sumsq_blocks(grad[first : first + ranges.state_numel]).tolist())
 
-    def _store(self, group: ParamGroup, record: Record, buffer: torch.Tensor) -> float:
+    def _store(self, group: ParamGroup, record: Record, buffer: torch.Tensor, arrived: Event) -> float:
         try:
+            arrived.synchronize()
             started = time.perf_counter()
             written = record.slabs["grad"].write(0, buffer)
-            total = self._measure(record, buffer)
+            total = self._measure(record, buffer, arrived)
             written.result()
             self.record("nvme", f"write gradient {group.name}", started, time.perf_counter())
             return total
         finally:
             self.staged.release(buffer)
 
-    def _step_now(self, group: ParamGroup, record: Record, buffer: torch.Tensor) -> float:
+    def _step_now(self, group: ParamGroup, record: Record, buffer: torch.Tensor, arrived: Event) -> float:
         try:
-            total = self._measure(record, buffer)
+            total = self._measure(record, buffer, arrived)
             if not math.isfinite(total):
                 raise FloatingPointError(
                     f"the gradient of {group.name} is not finite at step {self.immediate.step}; "
@@ -162,7 +178,7 @@ class Gradients:
 
     def _park(self, group: ParamGroup, shard: torch.Tensor) -> None:
         record = self.records[group]
-        slab = record.allocate_partial(self.config, self.folder, self.world.device, self.traffic)
+        slab = record.allocate_partial(self.config, self.folder, Memory(self.world.device, aligned_empty), self.traffic)
         if slab.tier is not Tier.device:
             self.traffic.add("d2h", shard.numel() * 4)
         if slab.resident:

@@ -16,7 +16,8 @@ from zft.engine.context import TorchContext
 from zft.engine.gate import Gates, Objective
 from zft.engine.gradient import Gradients
 from zft.engine.partition import GroupSpec, build_units, unit_modules
-from zft.engine.record import Ranges, Record
+from zft.engine.pool import PinnedMemory
+from zft.engine.record import Memory, Ranges, Record
 from zft.engine.schedule import Fetcher, Order
 from zft.engine.unit import ParamGroup, Unit
 from zft.engine.unshard import Sharder
@@ -59,13 +60,14 @@ class Parts:
         self.records = self._records(config)
         self.traffic = Traffic()
         self.folder = self._folder(config)
-        for rec in self.records.values():
-            rec.allocate(config, self.folder, world.device, self.traffic)
         self.streams = Streams(world.device)
+        self.pinned = PinnedMemory(world.device, config.pin_memory)
+        for rec in self.records.values():
+            rec.allocate(config, self.folder, Memory(world.device, self.pinned), self.traffic)
         self.updater = Updater(config, world.device, self.traffic)
-        self.fetcher = Fetcher(self.records, self.updater, self.streams, record)
+        self.fetcher = Fetcher(self.records, self.updater, self.streams, self.pinned, record)
         self.sharder = Sharder(self.records, self.fetcher, world, record)
-        self.gradients = Gradients(self.records, world, config, self.updater, record)
+        self.gradients = Gradients(self.records, world, config, self.fetcher, self.pinned)
         self.gradients.folder = self.folder
         self.gates = Gates(self.units, anatomy.sideways, config.activation, world.device)
         if config.activation is Activation.offload:
@@ -88,6 +90,7 @@ class Parts:
         self.gradients.close_threads()
         self.updater.close()
         self.gates.remove()
+        self.pinned.close()
         if self.folder is not None:
             self.folder.close()
 

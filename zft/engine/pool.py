@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from zft.tiers.cpu import aligned_empty
+from zft.tiers.cpu import Arena, aligned_empty
+from zft.tiers.device import Event
 
 
 def maker(device: torch.device) -> Callable[[int], torch.Tensor]:
@@ -17,32 +18,60 @@ def maker(device: torch.device) -> Callable[[int], torch.Tensor]:
     return aligned_empty
 
 
-class BufferPool:
-    """Buffers of one size class. `acquire` hands out a free one or makes another; `release` takes it back."""
+class PinnedMemory:
+    """Host buffers that cross PCIe: each pinned at its exact size where there is a GPU and pinning is wanted."""
 
-    def __init__(self, capacity_bytes: int, make: Callable[[int], torch.Tensor] = aligned_empty):
+    def __init__(self, device: torch.device, pin: bool):
+        self.pin = pin and device.type == "cuda"
+        self.arenas: list[Arena] = []
+
+    def __call__(self, count_bytes: int) -> torch.Tensor:
+        """uint8 [count_bytes], page-aligned; pinned until `close`."""
+        if not self.pin:
+            return aligned_empty(count_bytes)
+        self.arenas.append(Arena(count_bytes))
+        return self.arenas[-1].take(count_bytes)
+
+    def close(self) -> None:
+        for arena in self.arenas:
+            arena.close()
+
+
+class BufferPool:
+    """Buffers of one size class. `acquire` hands out a free one, makes another, or waits where `limit` are out already."""
+
+    def __init__(
+        self, capacity_bytes: int, make: Callable[[int], torch.Tensor] = aligned_empty, limit: int | None = None
+    ):
         self.capacity_bytes = max(capacity_bytes, 4096)
-        self.make = make
-        self.free: list[torch.Tensor] = []
+        self.make, self.limit = make, limit
+        self.free: list[tuple[torch.Tensor, Event]] = []
         self.taken: dict[int, torch.Tensor] = {}
-        self.lock = threading.Lock()
+        self.changed = threading.Condition()
 
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor [numel] at the start of a 4096-byte aligned buffer."""
+        return self.acquire_after(numel, dtype)[0]
+
+    def acquire_after(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Event]:
+        """As `acquire`, with the point at which the buffer's last user is through with it."""
         needed = numel * dtype.itemsize
         assert needed <= self.capacity_bytes, f"{needed} bytes asked of a pool of {self.capacity_bytes}-byte buffers"
-        with self.lock:
-            raw = self.free.pop() if self.free else self.make(self.capacity_bytes)
+        with self.changed:
+            self.changed.wait_for(lambda: self.free or self.limit is None or len(self.taken) < self.limit)
+            raw, event = self.free.pop() if self.free else (self.make(self.capacity_bytes), Event())
             tensor = raw[:needed].view(dtype)
             self.taken[tensor.data_ptr()] = raw
-        return tensor
+        return tensor, event
 
-    def release(self, tensor: torch.Tensor) -> None:
-        with self.lock:
+    def release(self, tensor: torch.Tensor, event: Event | None = None) -> None:
+        """Take a buffer back; it may be written again once `event` is reached."""
+        with self.changed:
             raw = self.taken.pop(tensor.data_ptr(), None)
             assert raw is not None, "a buffer was released twice or never came from this pool"
-            self.free.append(raw)
+            self.free.append((raw, event or Event()))
+            self.changed.notify()
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        with self.lock:
+        with self.changed:
             return tensor.data_ptr() in self.taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from zft.dist import World
 from zft.engine.layout import round_up
 from zft.engine.unit import ParamGroup
 from zft.optim.rules import Rule
+from zft.tiers.nvme import NvmeFolder
 from zft.tiers.slab import FileSlab, MemorySlab, Slab, Traffic
 
 PAGE_BYTES = 4096
@@ -40,6 +42,21 @@ class Ranges:
         return Ranges(*hi, *state, *grad)
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Where resident slabs are made: on the device, or on the host, pinned if they cross PCIe."""
+
+    device: torch.device
+    pinned: Callable[[int], torch.Tensor]
+
+    def zeros(self, numel: int, dtype: torch.dtype, tier: Tier, crosses: bool = False) -> torch.Tensor:
+        if tier is Tier.device:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        if not crosses:
+            return torch.zeros(numel, dtype=dtype)
+        return self.pinned(numel * dtype.itemsize)[: numel * dtype.itemsize].view(dtype).zero_()
+
+
 class Record:
     """Slabs of one group. Offsets given to `slab` are relative to the field's own range."""
 
@@ -64,7 +81,7 @@ class Record:
         rows = [row for row in self.fields() if self.tier_of(row[0], config) is Tier.nvme]
         return sum(round_up(numel * dtype.itemsize, PAGE_BYTES) for _, dtype, numel in rows)
 
-    def allocate(self, config: EngineConfig, folder, device: torch.device, traffic: Traffic) -> None:
+    def allocate(self, config: EngineConfig, folder: NvmeFolder | None, memory: Memory, traffic: Traffic) -> None:
         """Make every slab; one file for those on NVMe."""
         file, base = None, 0
         total = self.nvme_bytes(config)
@@ -76,9 +93,10 @@ class Record:
                 self.slabs[name] = FileSlab(file, base, dtype, traffic)
                 base += round_up(numel * dtype.itemsize, PAGE_BYTES)
             else:
-                self.slabs[name] = MemorySlab(numel, dtype, tier, device)
+                crosses = name in ("hi", "grad")
+                self.slabs[name] = MemorySlab(memory.zeros(numel, dtype, tier, crosses), tier)
 
-    def allocate_partial(self, config: EngineConfig, folder, device: torch.device, traffic: Traffic) -> Slab:
+    def allocate_partial(self, config: EngineConfig, folder: NvmeFolder | None, memory: Memory, traffic: Traffic) -> Slab:
         """The float32 partial gradient of several waves or visits, made when first needed."""
         if "partial" not in self.slabs:
             numel = self.ranges.grad_numel
@@ -86,5 +104,5 @@ class Record:
                 file = folder.create(f"{self.group.name}.partial", round_up(numel * 4, PAGE_BYTES))
                 self.slabs["partial"] = FileSlab(file, 0, torch.float32, traffic)
             else:
-                self.slabs["partial"] = MemorySlab(numel, torch.float32, config.grad_tier, device)
+                self.slabs["partial"] = MemorySlab(memory.zeros(numel, torch.float32, config.grad_tier), config.grad_tier)
         return self.slabs["partial"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from zft.config import Tier
-from zft.engine.pool import BufferPool, maker
+from zft.engine.pool import BufferPool, PinnedMemory, maker
 from zft.engine.record import Record
 from zft.engine.unit import ParamGroup, Unit
 from zft.engine.update import Updater
@@ -34,19 +34,22 @@ class Staged:
     pool: BufferPool | None
     """The pool `hi` goes back to; None: it is the slab itself."""
 
-    def release(self) -> None:
+    def release(self, last_use: Event | None = None) -> None:
+        """Give the buffer back; it may be written again once `last_use` is reached."""
         if self.pool is not None:
-            self.pool.release(self.hi)
+            self.pool.release(self.hi, last_use)
 
 
 class Fetcher:
     """Brings units' weights to the device, ahead of time where the order of units is known."""
 
-    def __init__(self, records: dict[ParamGroup, Record], updater: Updater, streams: Streams, record: Recorder):
+    def __init__(
+        self, records: dict[ParamGroup, Record], updater: Updater, streams: Streams, pinned: PinnedMemory, record: Recorder
+    ):
         self.records, self.updater, self.streams, self.record = records, updater, streams, record
         self.traffic: Traffic = updater.traffic
         sizes = [r.ranges.hi_numel * r.group.hi_dtype.itemsize for r in records.values()]
-        self.host = BufferPool(max(sizes, default=0))
+        self.host = BufferPool(max(sizes, default=0), pinned)
         self.device = BufferPool(max(sizes, default=0), maker(streams.device)) if streams.is_cuda else None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="zft-fetch")
         self.waiting: dict[Unit, Future] = {}
@@ -127,8 +130,8 @@ class Fetcher:
 
     def _upload(self, host: torch.Tensor) -> Staged:
         started = time.perf_counter()
-        hi = self.device.acquire(host.numel(), host.dtype)
-        event = self.streams.copy_h2d(hi, host)
+        hi, free = self.device.acquire_after(host.numel(), host.dtype)
+        event = self.streams.copy_h2d(hi, host, after=free)
         self.record("h2d", "weights", started, time.perf_counter())
         return Staged(hi, event, self.device)
 

@@ -44,7 +44,7 @@ class Sharder:
         flat = group.detach()
         held = self.held.pop(group, None)
         if held is not None:
-            held.release()
+            held.release(self.fetcher.streams.record())
         for pool in (self.slots, self.gathered):
             if pool.owns(flat):
                 pool.release(flat)
@@ -57,11 +57,11 @@ class Sharder:
             if full is staged.hi:
                 self.held[group] = staged
             else:
-                staged.release()
+                staged.release(self.fetcher.streams.record())
             return full
         flat = self.slots.acquire(full.numel(), group.compute_dtype)
         flat.copy_(full)
-        staged.release()
+        staged.release(self.fetcher.streams.record())
         if full is not staged.hi:
             self.gathered.release(full)
         return flat

@@ -42,12 +42,10 @@ def done(value=None) -> Future:
 
 
 class MemorySlab:
-    """Bytes in host or device memory."""
+    """A tensor in host or device memory."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, tier: Tier, device: torch.device):
-        self.tier, self.dtype = tier, dtype
-        where = device if tier is Tier.device else torch.device("cpu")
-        self.tensor = torch.zeros(numel, dtype=dtype, device=where)
+    def __init__(self, tensor: torch.Tensor, tier: Tier):
+        self.tensor, self.tier, self.dtype = tensor, tier, tensor.dtype
 
     @property
     def resident(self) -> bool:
