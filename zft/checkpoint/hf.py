@@ -12,7 +12,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,23 +69,26 @@ def export_folder(
     units: Iterator[dict[str, Tensor]],
     model: nn.Module,
     base: str | Path | None,
-    *,
-    each_unit: Callable[[int], None] | None = None,
     **options: Any,
 ) -> ExportReport:
     """Writes `model` (structure only; may be on meta) with the values that `units` streams into a new `folder`.
 
-    units: dicts of the model's own names -> CPU tensors, valid until the next one; a tied weight once, under any of its
-    names. base: the folder the model came from (config, tokenizer, code, licence), or None. options: see ExportOptions.
-    Nothing appears at `folder` unless everything was written and verified; raises ZftError if it exists and is not
-    empty, ExportError if the result would not load.
+    units: dicts of the model's own names -> CPU tensors that stay unchanged while the next unit is prepared (it is read
+    while this one is written); a tied weight once, under any of its names. base: the folder the model is from (config,
+    tokenizer, code, licence), or None. options: see ExportOptions. Nothing appears at `folder` unless everything was
+    written and verified; raises ZftError if it exists and is not empty, ExportError if the result would not load.
     """
     exporter = Exporter(folder, model, base, ExportOptions(**options))
     try:
-        for index, unit in enumerate(units):
-            exporter.write(unit)
-            if each_unit is not None:
-                each_unit(index)
+        with ThreadPoolExecutor(1, "zft-export") as writer:
+            written = None
+            for unit in units:
+                if written is not None:
+                    written.result()
+                written = writer.submit(exporter.write, unit)
+                del unit
+            if written is not None:
+                written.result()
         return exporter.finish()
     except BaseException:
         exporter.abort()
