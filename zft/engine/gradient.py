@@ -14,6 +14,7 @@ from zft.engine.pool import BufferPool, PinnedMemory, maker
 from zft.engine.record import Memory, Record
 from zft.engine.schedule import Fetcher
 from zft.engine.unit import ParamGroup, Pending
+from zft.engine.update import CHUNK_NUMEL
 from zft.optim.norm import sumsq_blocks
 from zft.tiers.cpu import aligned_empty
 from zft.tiers.device import Event
@@ -64,7 +65,7 @@ class Gradients:
         flat = group.take_gradients()
         shard = self._reduce(group, flat)
         if group.parked:
-            shard.add_(self._unpark(group, shard))
+            self._add_parked(group, shard)
         if last:
             self._finish(group, shard)
         else:
@@ -76,8 +77,9 @@ class Gradients:
         """Finish what was parked and got no last visit (a unit that the last wave skipped)."""
         for group, record in self.records.items():
             if group.parked and group not in self.finished:
-                shard = torch.empty(record.ranges.grad_numel, dtype=torch.float32, device=self.world.device)
-                self._finish(group, shard.copy_(self._unpark(group, shard)))
+                shard = torch.zeros(record.ranges.grad_numel, dtype=torch.float32, device=self.world.device)
+                self._add_parked(group, shard)
+                self._finish(group, shard)
 
     def norm_squared(self) -> float:
         """Sum of squares over all parameters and ranks, float64. Waits for all gradients; raises their errors."""
@@ -187,13 +189,21 @@ class Gradients:
             slab.write(0, shard).result()
         group.parked = True
 
-    def _unpark(self, group: ParamGroup, shard: torch.Tensor) -> torch.Tensor:
+    def _add_parked(self, group: ParamGroup, shard: torch.Tensor) -> None:
+        """shard [grad_numel] float32 += the partial gradient, in pieces."""
         slab = self.records[group].slabs["partial"]
         group.parked = False
         if slab.tier is not Tier.device:
             self.traffic.add("h2d", shard.numel() * 4)
         if slab.resident:
-            return slab.tensor
-        buffer = maker(self.world.device)(shard.numel() * 4).view(torch.float32)
-        slab.read(0, buffer).result()
-        return buffer
+            shard.add_(slab.tensor.to(shard.device))
+            return
+        pieces = [(start, min(start + CHUNK_NUMEL, shard.numel())) for start in range(0, shard.numel(), CHUNK_NUMEL)]
+        buffers = [aligned_empty(CHUNK_NUMEL * 4).view(torch.float32) for _ in range(min(2, len(pieces)))]
+        reads = [slab.read(start, buffers[i % 2][: end - start]) for i, (start, end) in enumerate(pieces[:2])]
+        for i, (start, end) in enumerate(pieces):
+            reads[i].result()
+            shard[start:end].add_(buffers[i % 2][: end - start].to(shard.device))
+            if i + 2 < len(pieces):
+                first, last = pieces[i + 2]
+                reads.append(slab.read(first, buffers[i % 2][: last - first]))

@@ -16,7 +16,7 @@ import torch
 
 from zft.config import EngineConfig, Nonfinite, Precision, ZftError
 from zft.dist import RankError
-from zft.engine.backward import trained
+from zft.engine.backward import is_plain_embedding, trained
 from zft.engine.gate import Mode, Objective, Pass
 from zft.engine.parts import Parts
 from zft.engine.tape import Tape
@@ -86,7 +86,6 @@ class Stepper:
         try:
             totals = self._count(micro_batches, loss_fn)
             parts.gradients.begin(self._now(lr) if self.immediate else None)
-            parts.order.begin()
             self._waves(micro_batches, totals, loss_fn)
             result = self._decide(totals, lr)
         except BaseException as error:
@@ -94,7 +93,6 @@ class Stepper:
             raise
         finally:
             parts.gates.mode = Mode.IDLE
-        parts.order.end()
         self.attempt_count += 1
         loss, grad_norm, skipped = result
         seconds = time.perf_counter() - started
@@ -166,9 +164,12 @@ class Stepper:
             self._forward(rows, Pass(tape, objective, scale), Mode.TRAIN)
             for visit in tape.visits:
                 visit.entries = visit.entries if visit.unit is not head else []
+            parts.order.end()
             roots = self._losses(rows, totals, loss_fn, scale)
             if last and loss_fn is not None:
                 totals.tokens = sum(row[0] for row in parts.world.gather_floats([totals.own_weight]))
+                if not totals.tokens:
+                    raise ZftError("loss_fn returned weight 0 for every micro-batch of the step; return (sum, weight)")
                 self._rescale_immediate(totals)
             self._close_head(tape, head, last)
             if roots:
@@ -182,12 +183,13 @@ class Stepper:
         parts, gates = self.parts, self.parts.gates
         gates.mode, gates.wave = mode, wave
         self._ready_leftovers()
+        parts.order.begin()
         parts.fetcher.prefetch(parts.order.known[0] if parts.order.known else None)
         try:
             for unit, arrivals in visits(rows, parts.units, parts.world):
                 gates.visit = wave.tape.visit(unit)
                 parts.sharder.unshard(unit)
-                parts.fetcher.prefetch(parts.order.after(unit))
+                parts.fetcher.prefetch(parts.order.after(unit) or self._first_backward(wave, mode))
                 if mode is Mode.TRAIN and wave.objective is not None and unit.module is wave.objective.head:
                     parts.gradients.open(trained(unit))
                 started = time.perf_counter()
@@ -199,6 +201,14 @@ class Stepper:
             for micro_batch in rows:
                 micro_batch.abandon()
             raise
+
+    def _first_backward(self, wave: Pass, mode: Mode) -> Unit | None:
+        """At the last visit of a forward pass: the unit whose weights the backward pass needs first."""
+        if mode is not Mode.TRAIN:
+            return None
+        head = wave.objective.head if wave.objective is not None else None
+        later = (visit.unit for visit in reversed(wave.tape.visits) if visit.unit.module is not head)
+        return next((unit for unit in later if not is_plain_embedding(unit)), None)
 
     def _losses(self, rows: list[MicroBatch], totals: Totals, loss_fn: LossFn | None, scale: float) -> list[torch.Tensor]:
         """Add this wave's losses to the totals; the scalars whose graphs have to be walked backwards."""
@@ -234,7 +244,7 @@ class Stepper:
         """Norm, skip or go on, pending updates. Returns (loss, grad_norm, skipped)."""
         parts, config = self.parts, self.config
         custom_scale = 1.0 if parts.gates.wave.objective is not None else totals.tokens
-        unscale = 1.0 / (parts.loss_scale * custom_scale) if totals.tokens else math.nan
+        unscale = 1.0 / (parts.loss_scale * custom_scale)
         norm = math.sqrt(parts.gradients.norm_squared()) * unscale
         loss = sum(row[0] for row in parts.world.gather_floats([totals.loss_sum])) / totals.tokens
         finite = math.isfinite(norm)
