@@ -20,7 +20,7 @@ from zft.models.hub import resolve_model
 from zft.models.load import HubWeights, build_model, grow, load_config, load_tokenizer, tokenizer_rows
 from zft.precision import resolve_precision
 from zft.tiers.plan import describe, place
-from zft.train.folder import RunFolder
+from zft.train.folder import RunFolder, check_nvme_dir
 from zft.train.loop import Job, Outcome, ended_early, evaluator, fit
 from zft.train.setup import facts, free_bytes, make_loader, together, trained_numel
 
@@ -59,12 +59,11 @@ def main(run: RunConfig, resume: bool = False) -> int:
         free = free_bytes(world, run.hardware, options.nvme_dir)
         options = place(options, run.auto_tiers, trained_numel(model), world.size, free)
         run = replace(run, engine=options, auto_tiers=())
+        check_nvme_dir(run)
 
     # engine: streams the weights to where they live
-    with together(world):
-        if world.is_main:
-            folder.write_config(run) if resume else folder.create(run)
-    engine = Engine(model, options, source=HubWeights(base, model), world=world)
+    with folder.opened(run, resume, world):
+        engine = Engine(model, options, source=HubWeights(base, model), world=world)
     say(f"{trained_numel(model) / 1e6:.0f} M parameters: {describe(options)}; {total_steps} steps; {folder.path}")
 
     # train

@@ -10,6 +10,7 @@ import pytest
 
 from zft.compose import compose
 from zft.config import RunConfig, ZftError
+from zft.dist import World
 from zft.train.folder import RunFolder, check_nvme_dir
 from zft.tree import read_tree
 
@@ -19,6 +20,11 @@ def here(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}\n")
     (tmp_path / "model").mkdir()
     return tmp_path
+
+
+def create(folder: RunFolder, run: RunConfig) -> None:
+    with folder.opened(run, False, World.single("cpu")):
+        pass
 
 
 def config(here: Path, *args: str) -> RunConfig:
@@ -43,7 +49,7 @@ def test_a_new_folder_is_made_with_its_config(here):
     folder = RunFolder(run.out)
     folder.check(run)
     assert not folder.path.exists(), "a check writes nothing"
-    folder.create(run)
+    create(folder, run)
     assert read_tree(folder.config)["model"] == str(here / "model")
     assert [path.name for path in folder.path.iterdir()] == ["config.yaml"]
 
@@ -59,19 +65,39 @@ def test_a_folder_with_something_in_it_is_refused(here):
 
 def test_overwrite_replaces_a_run(here):
     first = config(here)
-    RunFolder(first.out).create(first)
+    create(RunFolder(first.out), first)
     assert "zft resume" in refusal(first) and "overwrite=true" in refusal(first)
     (here / "out" / "old.txt").write_text("x")
     again = replace(first, overwrite=True)
     RunFolder(again.out).check(again)
     assert (here / "out" / "old.txt").exists(), "a check removes nothing"
-    RunFolder(again.out).create(again)
+    create(RunFolder(again.out), again)
     assert not (here / "out" / "old.txt").exists()
+
+
+@pytest.mark.parametrize("is_overwrite", [False, True])
+def test_what_turns_out_wrong_leaves_nothing(here, is_overwrite):
+    run = config(here, f"overwrite={str(is_overwrite).lower()}")
+    if is_overwrite:
+        create(RunFolder(run.out), run)
+        (here / "out" / "metrics.jsonl").write_text("old\n")
+    before = {path: content for path, (_, content) in snapshot(here).items()}
+    with pytest.raises(ZftError), RunFolder(run.out).opened(run, False, World.single("cpu")):
+        (here / "out" / "tiers").mkdir()
+        raise ZftError("no room")
+    assert {path: content for path, (_, content) in snapshot(here).items()} == before
+
+
+def test_a_failure_while_loading_can_be_resumed(here):
+    run = config(here)
+    with pytest.raises(RuntimeError), RunFolder(run.out).opened(run, False, World.single("cpu")):
+        raise RuntimeError("killed")
+    assert RunFolder(run.out).is_run
 
 
 def test_overwrite_does_not_remove_what_the_run_reads(here):
     first = config(here)
-    RunFolder(first.out).create(first)
+    create(RunFolder(first.out), first)
     (here / "out" / "export").mkdir()
     assert "would remove" in refusal(replace(config(here, "model=out/export"), overwrite=True))
     (here / "out" / "b.jsonl").write_text("{}\n")
@@ -83,7 +109,7 @@ def test_only_an_error_log_is_as_good_as_empty(here):
     RunFolder(run.out).log_error(ValueError("boom"))
     assert "ValueError: boom" in (here / "out" / "error.log").read_text()
     RunFolder(run.out).check(run)
-    RunFolder(run.out).create(run)
+    create(RunFolder(run.out), run)
     assert not (here / "out" / "error.log").exists()
 
 

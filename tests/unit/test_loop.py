@@ -96,7 +96,8 @@ def job(run: RunConfig, engine: FakeEngine | None = None, evaluate=None) -> tupl
     loader, total = make_loader(FakePrepared(), run, world)
     folder = RunFolder(run.out)
     if not folder.is_run:
-        folder.create(run)
+        with folder.opened(run, False, world):
+            pass
     return Job(run, engine or FakeEngine(), loader, world, folder, evaluate), total
 
 

@@ -8,6 +8,7 @@ import typer
 
 from zft.compose import compose, find_recipe, options, recipes
 from zft.config import RunConfig, ZftError
+from zft.observe.metrics import check_tracker
 from zft.schema import GROUPS, keys
 from zft.train.folder import RunFolder
 
@@ -33,6 +34,7 @@ def run(
     def composed() -> RunConfig:
         made = compose(recipe, list(overrides or []), Path.cwd())
         RunFolder(made.out).check(made)
+        check_tracker(made.track)
         return made
 
     return execute(compose_for_ranks(composed))

@@ -7,10 +7,16 @@ import shutil
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zft.config import RunConfig, Tier, ZftError
 from zft.tree import to_yaml
+
+if TYPE_CHECKING:  # it imports torch, and the command checks folders before that
+    from zft.dist import World
 
 
 class RunFolder:
@@ -52,13 +58,40 @@ class RunFolder:
                 raise ZftError(f"overwrite=true would remove {name}, which this run reads; choose another out")
         check_nvme_dir(run)
 
-    def create(self, run: RunConfig) -> None:
-        """Make the folder, in place of an earlier run's where `overwrite` says so, and write config.yaml."""
-        if not self.is_empty and run.overwrite and self.is_run:
-            shutil.rmtree(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.error_log.unlink(missing_ok=True)
-        self.write_config(run)
+    @contextmanager
+    def opened(self, run: RunConfig, resume: bool, world: World) -> Iterator[None]:
+        """Make the folder on rank 0 (or rewrite config.yaml to resume); as it was before, if the block says ZftError.
+
+        `overwrite` moves an earlier run aside and removes it once the block has passed.
+        """
+        error, aside = None, None
+        is_new = not resume and world.is_main
+        if world.is_main:
+            try:
+                aside = self._move_aside(run) if is_new else None
+                self.path.mkdir(parents=True, exist_ok=True)
+                self.error_log.unlink(missing_ok=True)
+                self.write_config(run)
+            except Exception as raised:  # told to the other ranks, which wait
+                error = raised
+        world.agree(error)
+        try:
+            yield
+        except ZftError:
+            if is_new:
+                shutil.rmtree(self.path)
+                if aside:
+                    aside.rename(self.path)
+            raise
+        if aside:
+            shutil.rmtree(aside)
+
+    def _move_aside(self, run: RunConfig) -> Path | None:
+        if self.is_empty or not (run.overwrite and self.is_run):
+            return None
+        aside = self.path.with_name(f".{self.path.name}.replaced-{os.getpid()}")
+        self.path.rename(aside)
+        return aside
 
     def write_config(self, run: RunConfig) -> None:
         partial = self.config.with_name(".config.yaml")
