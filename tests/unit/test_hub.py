@@ -155,6 +155,16 @@ def test_a_hub_model_is_downloaded_without_second_copies(endpoint: type[Standin]
         hub.resolve_model("org/tiny", revision="no-such")
 
 
+def test_a_hub_model_with_pickles_only(endpoint: type[Standin], tmp_path: Path, monkeypatch) -> None:
+    source = tiny_folder("llama", tmp_path / "source")
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    endpoint.repositories["org/old"] = source
+    with pytest.raises(ZftError, match="no safetensors weights"):
+        hub.resolve_model("org/old")
+    monkeypatch.setenv("ZFT_ALLOW_PICKLE", "1")
+    assert (hub.resolve_model("org/old") / "pytorch_model.bin").is_file()
+
+
 def test_a_downloaded_model_is_found_offline(endpoint: type[Standin], tmp_path: Path, monkeypatch) -> None:
     from huggingface_hub import constants
 

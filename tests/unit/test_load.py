@@ -197,12 +197,29 @@ def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
         HubWeights(folder, build_model(folder))
 
 
-def test_pickle_weights_are_refused(tmp_path: Path) -> None:
-    folder = tiny_folder("llama", tmp_path)
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+class Bomb:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_pickle_weights_are_refused_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_folder("llama", tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    torch.save(tensors, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ZftError, match="pytorch_model.bin, a pickle"):
+    with pytest.raises(ZftError, match=r"pytorch_model\.bin, a pickle"):
         build_model(folder)
+    monkeypatch.setenv("ZFT_ALLOW_PICKLE", "1")
+    model = build_model(folder)
+    got = dict(HubWeights(folder, model).read(names_of(model)))
+    assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+    torch.save(tensors | {"x": Bomb(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    with pytest.raises(ZftError, match="holds more than tensors"):
+        HubWeights(folder, model)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_quantized_and_missing_configs_are_refused(tmp_path: Path) -> None:

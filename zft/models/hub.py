@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zft.config import ZftError
+from zft.models.source import ALLOW_PICKLE
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +64,9 @@ def _looks_local(model: str) -> bool:
 def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
+    wanted = [*WANTED, "pytorch_model*.bin"] if os.environ.get(ALLOW_PICKLE) == "1" else WANTED
     try:
-        folder = snapshot_download(model, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED)
+        folder = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=UNWANTED)
     except errors.HFValidationError as error:
         raise ZftError(f"model={model} is neither a folder, a .gguf file nor a valid Hub id") from error
     except errors.GatedRepoError as error:
@@ -87,6 +89,10 @@ def _download(model: str, revision: str | None) -> Path:
     except (errors.HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:160]
         raise ZftError(f"model={model} could not be downloaded ({reason}); try again or give a local folder") from error
+    if not any(each.suffix in (".safetensors", ".bin") for each in Path(folder).iterdir()):
+        raise ZftError(
+            f"model={model} has no safetensors weights; name another model, or set {ALLOW_PICKLE}=1 to accept pickles"
+        )
     return Path(folder)
 
 

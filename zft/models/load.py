@@ -17,7 +17,7 @@ from torch import nn
 
 from zft.config import ZftError
 from zft.models.quantized import check_quantization, take_dequantizer
-from zft.models.source import SafetensorsFolder
+from zft.models.source import open_folder
 from zft.models.weights import HubWeights, stored_name
 
 __all__ = ["HubWeights", "build_model", "check_tokens", "grow", "load_config", "load_tokenizer", "tokenizer_rows"]
@@ -87,7 +87,7 @@ def stored_dtype(folder: str | Path, config: Any) -> torch.dtype:
     stored = config.dtype if getattr(config, "dtype", None) is not None else config.get_text_config().dtype
     if isinstance(stored, str):
         stored = getattr(torch, stored)
-    tensors = SafetensorsFolder(Path(folder))
+    tensors = open_folder(Path(folder))
     try:
         found = (d for key in tensors.names() if (d := tensors.dtype(key)).is_floating_point and d.itemsize > 1)
         return stored or next(found, torch.float32)
@@ -142,7 +142,7 @@ def _tie(model: nn.Module, folder: Path) -> None:
     """Ties as the config says, unless the folder stores different values: that config is wrong (as from_pretrained)."""
     tied = dict(model.all_tied_weights_keys)
     if tied:
-        tensors, names = SafetensorsFolder(folder), model.state_dict()
+        tensors, names = open_folder(folder), model.state_dict()
         stored = {stored_name(key, model, names): key for key in tensors.names()}
         for target, source in tied.items():
             if target in stored and source in stored and not tensors.same(stored[target], stored[source]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from zft.models.tensorfile import NAMES, TensorEntry, TensorFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ALLOW_PICKLE = "ZFT_ALLOW_PICKLE"
+"""Environment variable that lets weights be read from pickles, by torch's weights-only reader."""
 
 
 class TensorSource(Protocol):
@@ -90,6 +93,52 @@ class SafetensorsFolder:
         return self._file(self.files[key]).entries[key]
 
 
+class PickleFolder:
+    """`pytorch_model*.bin`, mapped and read by torch's weights-only reader, which runs no code. Raises ZftError."""
+
+    def __init__(self, folder: Path):
+        self._tensors: dict[str, Tensor] = {}
+        for path in pickle_files(folder):
+            try:
+                state = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+            except Exception as error:
+                reason = " ".join(str(error).split())[:120]
+                raise ZftError(f"{path} holds more than tensors or is damaged ({reason}); refused") from error
+            self._tensors |= {name: each for name, each in state.items() if isinstance(each, Tensor)}
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._tensors[key].dtype
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._tensors[key].shape)
+
+    def read(self, key: str) -> Tensor:
+        return self._tensors[key].clone()
+
+    def same(self, first: str, second: str) -> bool:
+        """As SafetensorsFolder.same."""
+        return torch.equal(self._tensors[first], self._tensors[second])
+
+    def close(self) -> None:
+        self._tensors = {}
+
+
+def open_folder(folder: Path) -> SafetensorsFolder | PickleFolder:
+    """The weights of a folder; pickles only where the user has allowed them. Raises ZftError."""
+    safe = (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+    if not safe and os.environ.get(ALLOW_PICKLE) == "1" and pickle_files(folder):
+        return PickleFolder(folder)
+    return SafetensorsFolder(folder)
+
+
+def pickle_files(folder: Path) -> list[Path]:
+    """The pickled weights of a folder."""
+    return sorted(folder.glob("pytorch_model*.bin"))
+
+
 def weight_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> safetensors file, from the index or from the single file.
 
@@ -100,10 +149,10 @@ def weight_files(folder: Path) -> dict[str, Path]:
         return _from_index(folder, index)
     single = folder / SINGLE
     if not single.is_file():
-        pickles = sorted(each.name for each in folder.glob("*.bin") if each.name.startswith("pytorch_model"))
-        if pickles:
+        if pickles := pickle_files(folder):
             raise ZftError(
-                f"{folder} has its weights in {pickles[0]}, a pickle, which can run code; convert it to safetensors"
+                f"{folder} has its weights in {pickles[0].name}, a pickle; convert it to safetensors, or set "
+                f"{ALLOW_PICKLE}=1 to read its tensors (and nothing else in it)"
             )
         raise ZftError(f"{folder} has no {SINGLE} and no {INDEX}; give a folder that from_pretrained can load")
     with TensorFile(single) as file:

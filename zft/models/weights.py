@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zft.config import ZftError
-from zft.models.source import LazyTensor, SafetensorsFolder, TensorSource
+from zft.models.source import LazyTensor, TensorSource, open_folder
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class HubWeights:
     def __init__(self, folder: str | Path, model: nn.Module, source: TensorSource | None = None):
         self.folder = Path(folder)
         self._config, self._prefix = model.config, model.base_model_prefix
-        self._tensors = source if source is not None else SafetensorsFolder(self.folder)
+        self._tensors = source if source is not None else open_folder(self.folder)
         self._shapes = {name: each for name, each in model.state_dict(keep_vars=True).items()}
         self._buffers = {name for name, _ in model.named_buffers()}
         self._dequantizer = getattr(model, "_dequantizer", None)
