@@ -263,8 +263,8 @@ class TrainConfig:
 
     steps: int | None = None
     """Optimizer steps; null: as many as `epochs` gives."""
-    epochs: int = 1
-    """Passes over the data, when `steps` is null."""
+    epochs: float = 1.0
+    """Passes over the data, when `steps` is null; 0.5 is half of it."""
     micro_batch_size: int = 1
     """Sequences of one forward pass, on each rank."""
     grad_accum_steps: int = 8

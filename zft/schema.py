@@ -119,7 +119,7 @@ _CHOICES = {
     "engine.activation_tier": ("cpu", "nvme"),
     "track": ("trackio", "wandb"),
 }
-_OPEN = {"train.max_grad_norm", "hardware."}
+_OPEN = {"train.epochs", "train.max_grad_norm", "hardware."}
 _RANGES = {
     "nproc": (1, 4096),
     "engine.stage": (0, 3),
@@ -136,7 +136,7 @@ _RANGES = {
     "method.alpha": (0, None),
     "method.dropout": (0, 1),
     "train.steps": (1, None),
-    "train.epochs": (1, None),
+    "train.epochs": (0, None),
     "train.micro_batch_size": (1, None),
     "train.grad_accum_steps": (1, None),
     "train.seq_len": (2, None),

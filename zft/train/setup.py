@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,16 +26,11 @@ def together(world: World) -> Iterator[None]:
 
 
 def make_loader(prepared, run: RunConfig, world: World):
-    """The loader of a run, and the number of its steps."""
+    """The loader of a run, endless where `train.steps` is given, and the number of its steps."""
     train = run.train
-
-    def loader(epochs: int):
-        return prepared.loader(world.rank, world.size, train.micro_batch_size, train.grad_accum_steps, epochs)
-
-    made = loader(train.epochs)
-    if train.steps and train.steps > made.total_steps:
-        made = loader(math.ceil(train.steps / made.steps_per_epoch))
-    return made, train.steps or made.total_steps
+    epochs = None if train.steps else train.epochs
+    loader = prepared.loader(world.rank, world.size, train.micro_batch_size, train.grad_accum_steps, epochs)
+    return loader, train.steps or loader.total_steps
 
 
 def free_bytes(world: World, hardware: Hardware, nvme_dir: str) -> dict[str, int]:
