@@ -1,0 +1,276 @@
+"""`data=` → tokenized, checked and reported data, from which loaders are made. Needs the tokenizer, not the model."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from zft.config import ZftError
+from zft.data.cache import cache_key
+from zft.data.chat import Renderer
+from zft.data.errors import RowError
+from zft.data.formats import Row, check_columns, detect
+from zft.data.loader import Epochs, Loader
+from zft.data.options import DataOptions, Format, OnError, TrainOn
+from zft.data.order import shuffled
+from zft.data.pack import Items, best_fit, join, one_each
+from zft.data.report import DataReport, decode_segments, histogram, length_facts
+from zft.data.rows import Chunk, Done, Limits, chunks, run_chunks
+from zft.data.sources import Source, find_sources
+from zft.data.store import Store, StoreWriter, open_store
+
+_SAMPLES = 8  # decoded sequences that a report keeps
+_RULES = {
+    Format.text: "plain text: every token is a target",
+    Format.preference: "preference pairs: trained on the prompt with the chosen answer, rejected answers are not used",
+    Format.unpaired: "unpaired preferences: trained on the rows labelled good",
+    Format.prompt_completion: "prompt and completion are plain text where they are strings: no chat template is applied",
+}
+
+
+@dataclass
+class Prepared:
+    """Tokenized data: its report, and loaders over it. `eval` holds the held-out part, if one was asked for."""
+
+    report: DataReport
+    epochs: Epochs
+    chat_template: str | dict[str, str] | None
+    """The template rendered with, to be saved with the model (null: none was used)."""
+    stop_ids: list[int]
+    """End-of-turn tokens that answers end with: generation has to stop at them."""
+    eval: Prepared | None = None
+
+    def loader(
+        self, rank: int = 0, world: int = 1, micro_batch_size: int = 1, grad_accum_steps: int = 1,
+        epochs: float | None = 1,
+    ) -> Loader:  # fmt: skip
+        """Micro-batches of one rank. `epochs=None` never ends."""
+        return Loader(self.epochs, rank, world, micro_batch_size, grad_accum_steps, epochs)
+
+
+@dataclass
+class _Job:
+    """The arguments of `prepare` that most steps need."""
+
+    tokenizer: object
+    options: DataOptions
+    limits: Limits
+    seed: int
+    pack: bool
+    cache_dir: Path | None
+    progress: Callable[[int], None] | None
+
+
+def prepare(
+    data: str | list, tokenizer, options: DataOptions | None = None, *, seq_len: int, seed: int = 0,
+    method: str = "sft", eval_data: str | list | None = None, cache_dir: str | Path | None = None,
+    vocab_size: int | None = None, progress: Callable[[int], None] | None = None,
+) -> Prepared:  # fmt: skip
+    """Read, render, tokenize and cut `data`; reuse the result from `cache_dir` when nothing of it has changed.
+
+    `data`: a file, folder or Hub id, or a list of them or of {path, weight}. `method`: sft, or pretrain (every token is
+    a target, documents are split and packed). `vocab_size`: rows of the model's embedding, to check token ids against.
+    `progress` is called with the number of rows read so far. Raises ZftError for anything wrong with the user's data.
+    """
+    options = options or DataOptions()
+    if seq_len < 2:
+        raise ZftError(f"train.seq_len has to be at least 2, got {seq_len}")
+    if not 0 <= options.eval_share < 1:
+        raise ZftError(f"data_options.eval_share has to be in [0, 1), got {options.eval_share}")
+    if eval_data is not None and options.eval_share:
+        raise ZftError(f"eval_data and data_options.eval_share={options.eval_share} exclude each other; give one")
+    check_columns(options.columns)
+    if method == "pretrain":
+        options = replace(options, train_on=TrainOn.all)
+    pack = method == "pretrain" if options.pack is None else options.pack
+    limits = Limits(seq_len, method == "pretrain", vocab_size)
+    job = _Job(tokenizer, options, limits, seed, pack, Path(cache_dir) if cache_dir else None, progress)
+    renderer = Renderer(tokenizer, options)
+    store, key, sources = _tokenize(data, job, renderer)
+    train, held = _split(store, options.eval_share, seed)
+    prepared = _prepared(store, train, key, sources, job, renderer)
+    if eval_data is not None:
+        store, key, sources = _tokenize(eval_data, job, renderer)
+        prepared.eval = _prepared(store, np.arange(len(store)), key, sources, job, renderer)
+    elif len(held):
+        prepared.eval = _prepared(store, held, key, [replace(s, weight=None) for s in sources], job, renderer)
+    if prepared.eval:
+        prepared.report.eval_rows = prepared.eval.report.rows
+    return prepared
+
+
+def _tokenize(data: str | list, job: _Job, renderer: Renderer) -> tuple[Store, str, list[Source]]:
+    sources = find_sources(data, job.options)
+    limits = [job.limits.seq_len, job.limits.split_documents, job.limits.vocab_size]
+    key = cache_key(sources, job.options, job.tokenizer, renderer.source, limits)
+    place = job.cache_dir / key if job.cache_dir and key else None
+    store = open_store(place) if place and place.exists() else None
+    if store is None:
+        writer = StoreWriter(place)
+        try:
+            store = writer.finish(_write(writer, sources, job))
+        except BaseException:
+            writer.abandon()
+            raise
+    if not store.targets.any():
+        raise ZftError(_nothing_left(data, store.meta, job))
+    return store, key or _fingerprint(store), sources
+
+
+def _nothing_left(data: str | list, meta: dict, job: _Job) -> str:
+    why = ", ".join(f"{count} {reason}" for reason, count in meta["dropped"].items()) or "no rows"
+    hint = "raise train.seq_len or change data_options.truncate" if "seq_len" in why else "check data and data_options"
+    names = ", ".join(s.path for s in find_sources(data, job.options))
+    return f"data: {names} has no supervised token: of {meta['read']} rows, {why} (seq_len {job.limits.seq_len}); {hint}"
+
+
+def _fingerprint(store: Store) -> str:
+    return hashlib.blake2b(store.ends.tobytes() + store.targets.tobytes(), digest_size=20).hexdigest()
+
+
+def _write(writer: StoreWriter, sources: list[Source], job: _Job) -> dict:
+    """Tokenize all sources into `writer`; returns what the report needs beyond the arrays."""
+    forms: dict[int, Format] = {}
+    dropped, notes = Counter(), Counter()
+    read = cut = 0
+    stops: Counter = Counter()
+
+    def work() -> Iterator[Chunk]:
+        for number, source in enumerate(sources):
+            records = itertools.islice(source.records(job.options), job.options.max_rows)
+            form, records = _detect(records, source, job.options)
+            forms[number] = form
+            yield from chunks(records, number, form)
+
+    for chunk, rows, chunk_notes in run_chunks(work(), job.tokenizer, job.options, job.limits):
+        notes.update(chunk_notes)
+        for done in rows:
+            if done.error is not None:
+                _refuse(done, job.options)
+                dropped[done.error.kind] += 1
+            elif done.dropped is not None:
+                dropped[done.dropped] += 1
+            for ids, mask in done.sequences:
+                writer.append(ids, mask, read, chunk.source)
+                if not done.cut:
+                    stops[int(ids[np.flatnonzero(mask)[-1]])] += 1
+            cut += done.cut
+            read += 1
+        if job.progress:
+            job.progress(read)
+    return {
+        "read": read,
+        "cut": cut,
+        "dropped": dict(dropped),
+        "formats": [str(forms[number]) for number in sorted(forms)],
+        "notes": [note for source in sources for note in source.notes] + _describe(notes),
+        "stops": [token for token, _ in stops.most_common(4) if token in job.tokenizer.all_special_ids],
+    }
+
+
+def _describe(notes: Counter) -> list[str]:
+    return [f"{count} {text}" for text, count in sorted(notes.items()) if count]
+
+
+def _refuse(done: Done, options: DataOptions) -> None:
+    if done.error.fatal or options.on_error is OnError.raise_:
+        hint = "" if done.error.fatal else " (data_options.on_error=skip leaves such rows out)"
+        raise ZftError(f"data: {done.where}: {done.error}{hint}")
+
+
+def _detect(records: Iterator, source: Source, options: DataOptions) -> tuple[Format, Iterator]:
+    """The format of a source, by its first readable row; and all of its records, that one included."""
+    if options.format is not Format.auto:
+        return options.format, records
+    seen = []
+    for record in records:
+        seen.append(record)
+        if record.error is None:
+            try:
+                return detect(Row(record.row, options.columns)), itertools.chain(seen, records)
+            except RowError as error:
+                raise ZftError(f"data: {record.where}: {error}") from error
+        if record.error.fatal or options.on_error is OnError.raise_:
+            raise ZftError(f"data: {record.where}: {record.error}")
+        if len(seen) > 1000:
+            break
+    if seen:
+        raise ZftError(f"data: {source.path}: none of its first {len(seen)} rows can be read; {seen[0].where}: "
+                       f"{seen[0].error}")  # fmt: skip
+    raise ZftError(f"data: {source.path} holds no rows")
+
+
+def _split(store: Store, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sequence numbers for training and for evaluation; all sequences of a row stay together."""
+    every = np.arange(len(store))
+    if not share:
+        return every, every[:0]
+    rows = np.unique(store.rows)
+    held = round(share * len(rows))
+    if held < 1 or held >= len(rows):
+        raise ZftError(
+            f"data_options.eval_share={share} of {len(rows)} rows leaves {held} for evaluation and "
+            f"{len(rows) - held} for training; give more rows, another share, or eval_data"
+        )
+    chosen = rows[shuffled(len(rows), seed, 4)[:held]]
+    is_held = np.isin(store.rows, chosen)
+    return every[~is_held], every[is_held]
+
+
+def _prepared(
+    store: Store, sequences: np.ndarray, key: str, sources: list[Source], job: _Job, renderer: Renderer
+) -> Prepared:
+    options, weights = job.options, [source.weight for source in sources]
+    items, counts = _items(store, sequences, len(sources), job)
+    if weights[0] is not None and not all(counts):
+        raise ZftError(f"data: {sources[counts.index(0)].path} has a weight but no row left to draw")
+    report = _report(store, sequences, job, len(items))
+    state = [key, len(sequences), job.seed if options.eval_share else 0, options.eval_share, job.pack, weights,
+             options.length_grouped, job.limits.seq_len]  # fmt: skip
+    pad = job.tokenizer.pad_token_id
+    epochs = Epochs(
+        store=store, items=items, counts=counts, weights=weights if weights[0] is not None else None,
+        lengths=items.sums(store.lengths), targets=items.sums(store.targets), seed=job.seed,
+        length_grouped=options.length_grouped and not job.pack, packed=job.pack, padding_free=options.padding_free,
+        pad_id=next((i for i in (pad, job.tokenizer.eos_token_id) if i is not None), 0),
+        fingerprint=hashlib.blake2b(json.dumps(state).encode(), digest_size=12).hexdigest(),
+    )  # fmt: skip
+    uses_chat = any(form not in ("text", "prompt_completion") for form in store.meta["formats"])
+    return Prepared(report, epochs, renderer.source if uses_chat or options.chat_template else None, store.meta["stops"])
+
+
+def _items(store: Store, sequences: np.ndarray, sources: int, job: _Job) -> tuple[Items, list[int]]:
+    """Items grouped by source (packs don't mix sources, so that weights hold), and how many each source has."""
+    parts = []
+    for source in range(sources):
+        mine = sequences[store.source[sequences] == source]
+        parts.append(best_fit(mine, store.lengths[mine], job.limits.seq_len) if job.pack else one_each(mine))
+    return join(parts), [len(part) for part in parts]
+
+
+def _report(store: Store, sequences: np.ndarray, job: _Job, items: int) -> DataReport:
+    lengths, meta = store.lengths[sequences], store.meta
+    samples = sequences[np.linspace(0, len(sequences) - 1, min(_SAMPLES, len(sequences))).astype(int)]
+    notes = [_RULES[Format(form)] for form in dict.fromkeys(meta["formats"]) if Format(form) in _RULES]
+    return DataReport(
+        format=", ".join(dict.fromkeys(meta["formats"])),
+        rows=len(np.unique(store.rows[sequences])),
+        sequences=len(sequences),
+        tokens=int(lengths.sum()),
+        supervised_tokens=int(store.targets[sequences].sum()),
+        cut=meta["cut"],
+        dropped=meta["dropped"],
+        seq_len=job.limits.seq_len,
+        lengths=length_facts(lengths),
+        histogram=histogram(lengths),
+        packs=items if job.pack else None,
+        notes=notes + meta["notes"],
+        samples=[decode_segments(job.tokenizer, store.ids(i), store.mask(i)) for i in samples],
+    )
