@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rich.console import Console
+
 from zft.api import Engine
 from zft.config import RunConfig
 from zft.data import prepare
 from zft.dist import World
-from zft.models.hub import resolve_model
+from zft.models.hub import cache_dir, resolve_model
 from zft.models.load import HubWeights, build_model, grow, load_config, load_tokenizer, tokenizer_rows
 from zft.precision import resolve_precision
 from zft.tiers.plan import describe, place
@@ -48,8 +50,10 @@ def main(run: RunConfig, resume: bool = False) -> int:
             seed=run.train.seed,
             method="pretrain",
             eval_data=[vars(source) for source in run.eval_data] or None,
+            cache_dir=cache_dir() / "data",
         )
-        say(prepared.report.render())
+        if world.is_main:
+            Console().print(prepared.report.render())
         loader, total_steps = make_loader(prepared, run, world)
 
         # model: its structure only, with room for every token of the tokenizer
@@ -76,7 +80,8 @@ def main(run: RunConfig, resume: bool = False) -> int:
     # export
     if not folder.is_exported:
         say(f"exporting to {folder.export}")
-        engine.export(folder.export, base=base, tokenizer=tokenizer, facts=facts(run, job.state))
+        template = prepared.chat_template if isinstance(prepared.chat_template, str) else None
+        engine.export(folder.export, base=base, tokenizer=tokenizer, chat_template=template, facts=facts(run, job.state))
     engine.close()
     say(f"done: {folder.export}")
     return 0

@@ -25,8 +25,10 @@ def preview(
         raise ZftError(f"--html: no folder {str(html.parent)!r}; make it first")
     run = compose(recipe, list(overrides or []), Path.cwd())
 
+    from rich.console import Console
+
     from zft.data import prepare
-    from zft.models.hub import resolve_model
+    from zft.models.hub import cache_dir, resolve_model
     from zft.models.load import load_tokenizer
 
     tokenizer = load_tokenizer(resolve_model(run.model), run.trust_remote_code)
@@ -38,7 +40,11 @@ def preview(
         seed=run.train.seed,
         method=base_config(find_recipe(recipe, Path.cwd())),
         eval_data=[vars(source) for source in run.eval_data] or None,
+        cache_dir=cache_dir() / "data",
     )
     if html is not None:
         html.write_text(prepared.report.html(), encoding="utf-8")
-    print(json.dumps(prepared.report.to_dict(), ensure_ascii=False) if as_json else prepared.report.render())
+    if as_json:
+        print(json.dumps(prepared.report.to_dict(), ensure_ascii=False))
+    else:
+        Console().print(prepared.report.render(samples=3))
