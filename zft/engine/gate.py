@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from zft.config import Activation
+from zft.config import Activation, EngineConfig
 from zft.engine.context import TorchContext
 from zft.engine.tape import Cut, Entry, Kept, Slot, Tape, Visit
 from zft.engine.unit import ParamGroup, Unit
@@ -55,9 +55,9 @@ class Gates:
     """Wraps the units of one model. `sideways`: (module, output index) pairs whose outputs a recorder takes away."""
 
     def __init__(
-        self, units: Sequence[Unit], sideways: Sequence[tuple[nn.Module, int]], activation: Activation, device: torch.device
+        self, units: Sequence[Unit], sideways: Sequence[tuple[nn.Module, int]], config: EngineConfig, device: torch.device
     ):
-        self.device, self.activation = device, activation
+        self.device, self.activation = device, config.activation
         self.mode = Mode.IDLE
         self.wave: Pass | None = None
         self.visit: Visit | None = None
@@ -68,7 +68,8 @@ class Gates:
         self.inner: dict[Unit, Callable] = {}
         self.hooks = []
         for unit in units:
-            self.inner[unit] = unit.module.forward
+            forward = unit.module.forward
+            self.inner[unit] = torch.compile(forward) if config.compile else forward
             unit.module.forward = self._gate(unit)
         inside = {m for unit in units for m in unit.module.modules() if m is not unit.module}
         for module, index in sideways:

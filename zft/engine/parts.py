@@ -69,7 +69,7 @@ class Parts:
         self.sharder = Sharder(self.records, self.fetcher, world, record)
         self.gradients = Gradients(self.records, world, config, self.fetcher, self.pinned)
         self.gradients.folder = self.folder
-        self.gates = Gates(self.units, anatomy.sideways, config.activation, world.device)
+        self.gates = Gates(self.units, anatomy.sideways, config, world.device)
         if config.activation is Activation.offload:
             self.gates.store = ActivationStore(config.activation_tier, self.folder, self.traffic)
         self.backward = Backward(self.gates, self.sharder, self.fetcher, self.gradients, world, record)
