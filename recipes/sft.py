@@ -61,6 +61,7 @@ def main(run: RunConfig, resume: bool = False) -> int:
         dtype = resolve_precision(options, world.device).hi_dtype
         model = build_model(base, dtype, trust_remote_code=run.trust_remote_code)
         grow(model, tokenizer_rows(tokenizer))
+        prepared.keep_apart(model)
         free = free_bytes(world, run.hardware, options.nvme_dir)
         options = place(options, run.auto_tiers, trained_numel(model), world.size, free)
         run = replace(run, engine=options, auto_tiers=())

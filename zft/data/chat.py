@@ -208,7 +208,10 @@ class Renderer:
 
     def ends_turn(self, rendering: Rendering) -> bool:
         """Whether the last target of the rendering is an end-of-turn token."""
-        return bool(rendering.spans) and self._ends_special(rendering.text, rendering.spans[-1][1])
+        if not rendering.spans:
+            return False
+        end = rendering.spans[-1][1]  # a marked range may take in the white space that follows the token
+        return self._ends_special(rendering.text, len(rendering.text[:end].rstrip()))
 
 
 def _inline_reasoning(message: dict) -> dict:

@@ -20,7 +20,7 @@ from zft.data.store import Store
 MicroBatch = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Epochs:
     """What every epoch draws from: items, grouped by source, and how to order them."""
 

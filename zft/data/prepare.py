@@ -17,6 +17,7 @@ from zft.data.cache import cache_key
 from zft.data.chat import Renderer
 from zft.data.errors import RowError
 from zft.data.formats import Row, check_columns, detect
+from zft.data.isolation import packing_problem
 from zft.data.loader import Epochs, Loader
 from zft.data.options import DataOptions, Format, OnError, TrainOn
 from zft.data.order import shuffled
@@ -53,6 +54,21 @@ class Prepared:
     ) -> Loader:  # fmt: skip
         """Micro-batches of one rank. `epochs=None` never ends."""
         return Loader(self.epochs, rank, world, micro_batch_size, grad_accum_steps, epochs)
+
+    def keep_apart(self, model) -> None:
+        """Check that packed documents don't see each other in `model`, and choose the layout its attention needs.
+
+        Applies to loaders made before, too. Raises ZftError where the model can't keep documents apart.
+        """
+        if not (self.epochs.packed or self.epochs.padding_free):
+            return
+        if problem := packing_problem(model):
+            key = "pack" if self.epochs.packed else "padding_free"
+            raise ZftError(f"data_options.{key}=true: {type(model).__name__} can't keep rows apart ({problem}); set it to false")
+        if str(model.config._attn_implementation).startswith(("flash", "kernels")):
+            self.epochs.padding_free = True
+        if self.eval:
+            self.eval.keep_apart(model)
 
 
 @dataclass
@@ -93,6 +109,8 @@ def prepare(
     limits = Limits(seq_len, method == "pretrain", vocab_size)
     job = _Job(tokenizer, options, limits, seed, pack, Path(cache_dir) if cache_dir else None, progress)
     renderer = Renderer(tokenizer, options)
+    if options.chat_template is not None:
+        tokenizer.chat_template = renderer.source  # what is trained with is what is exported
     store, key, sources = _tokenize(data, job, renderer)
     train, held = _split(store, options.eval_share, seed)
     prepared = _prepared(store, train, key, sources, job, renderer)
