@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_ranks(source: str, size: int, *arguments: object, timeout_s: float = 180.0) -> list[str]:
-    """Each rank runs `source` with sys.argv[1:] = arguments; returns what they printed. Fails if a rank fails or hangs."""
+    """Each rank runs `source` with sys.argv[1:] = arguments; what they printed. A rank that fails or hangs fails it."""
     import socket
 
     with socket.socket() as probe:

@@ -18,8 +18,6 @@ from torch import nn
 # keys that may differ between a config and its reloaded self without meaning anything
 VOLATILE = {"_name_or_path", "name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-NOT_TOKENIZER = {"config.json", "generation_config.json", "model.safetensors.index.json", "adapter_config.json"}
-TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -27,7 +25,8 @@ TOKENIZER_FILES = (
     "vocab.json",
 )
 TOKENIZER_GLOBS = ("tokenizer*", "*.jinja", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
-SENTENCEPIECE = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt")
+SENTENCEPIECE = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "merges.txt")
+PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def write_config(folder: Path, model: Any, base: Path | None, dtype: torch.dtype) -> None:
@@ -177,9 +176,10 @@ def _has_grown(tokenizer: Any, base: Path | None) -> bool:
 
 
 def write_code(folder: Path, model: nn.Module, base: Path | None) -> None:
-    """Custom code that the model needs (`trust_remote_code`), and the base's licence."""
+    """Custom code that the model needs (`trust_remote_code`), image processors' settings, and the base's licence."""
     if base is not None:
-        for source in [*base.glob("*.py"), *base.glob("LICENSE*"), *base.glob("NOTICE*")]:
+        kept = [*base.glob("*.py"), *base.glob("LICENSE*"), *base.glob("NOTICE*"), *(base / name for name in PROCESSOR)]
+        for source in kept:
             if source.is_file():
                 shutil.copyfile(source, folder / source.name)
     if type(model).__module__.startswith("transformers_modules"):
