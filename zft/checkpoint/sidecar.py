@@ -18,12 +18,6 @@ from torch import nn
 # keys that may differ between a config and its reloaded self without meaning anything
 VOLATILE = {"_name_or_path", "name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-)
 TOKENIZER_GLOBS = ("tokenizer*", "*.jinja", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "merges.txt")
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
