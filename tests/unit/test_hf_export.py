@@ -185,6 +185,14 @@ def test_a_non_empty_target_is_refused_and_untouched(tmp_path: Path) -> None:
     export_folder(tmp_path / "empty", units(trained("llama")), build_model(base), base)
 
 
+@pytest.mark.parametrize("size", ["5XB", "big", ""])
+def test_a_shard_size_that_is_none(size: str, tmp_path: Path) -> None:
+    base = tiny_folder("llama", tmp_path / "base")
+    with pytest.raises(ZftError, match="max_shard_size is like 5GB"):
+        export_folder(tmp_path / "out", units(trained("llama")), build_model(base), base, max_shard_size=size)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["base"]
+
+
 def test_nothing_appears_when_the_stream_breaks(tmp_path: Path) -> None:
     base = tiny_folder("llama", tmp_path / "base")
 

@@ -118,12 +118,15 @@ class Exporter:
     def _open_files(self) -> dict[str, str]:
         from huggingface_hub.serialization import split_state_dict_into_shards_factory
 
-        plan = split_state_dict_into_shards_factory(
-            self.specs,
-            get_storage_size=lambda spec: spec.nbytes,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=self.options.max_shard_size,
-        )
+        try:
+            plan = split_state_dict_into_shards_factory(
+                self.specs,
+                get_storage_size=lambda spec: spec.nbytes,
+                filename_pattern="model{suffix}.safetensors",
+                max_shard_size=self.options.max_shard_size,
+            )
+        except ValueError as error:
+            raise ZftError(f"max_shard_size is like 5GB or 500MB, got {self.options.max_shard_size!r}") from error
         for filename, names in plan.filename_to_tensors.items():
             self._writers[filename] = TensorFileWriter(
                 self._work.path / filename, {name: self.specs[name] for name in names}
