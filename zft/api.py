@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 
 from zft.config import SGD, Activation, AdamW, EngineConfig, Lion, Nonfinite, Precision, Tier, ZftError
 from zft.checkpoint.hf import base_dtype, export_folder
+from zft.checkpoint.names import base_model
 from zft.dist import World
 from zft.engine.fill import fill_record
 from zft.engine.parts import Anatomy, Parts
@@ -235,13 +237,15 @@ def checked(config: EngineConfig) -> EngineConfig:
 def anatomy_of(model: nn.Module, config: EngineConfig) -> Anatomy:
     """What the engine must know of a transformers (or plain) model."""
     ends = [getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
+    inner = base_model(model)
     main = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dim() > 1), torch.float32)
     wide = {name for name, p in model.named_parameters() if p.dtype == torch.float32 and main != torch.float32}
     return Anatomy(
         no_split=sorted(getattr(model, "_no_split_modules", None) or ()),
         embedding=ends[0],
         head=ends[1],
-        sideways=list(_recorded(model)),
+        sideways=list(_recorded(inner)),
+        arguments=frozenset(inspect.signature(inner.forward).parameters),
         keep_float32=wide.__contains__,
     )
 

@@ -250,11 +250,13 @@ class MethodConfig:
     dropout: float = 0.0
     """Probability with which the adapter's input is zeroed."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Names of the modules that get an adapter; all-linear: every linear layer but the head."""
+    """Names or patterns of the modules that get an adapter; all-linear: every linear layer but the head."""
     modules_to_save: tuple[str, ...] = ()
     """Modules trained in full beside the adapter."""
+    init: str = "default"
+    """First values of the adapter: default (Kaiming, B zero) or gaussian. Those that change the base are refused."""
     adapter: str | None = None
-    """Folder of an adapter to go on from."""
+    """Folder of an adapter to go on from; its rank, scale and targets hold."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -42,6 +41,8 @@ class Anatomy:
     """(module, output index) pairs that the model's recorder takes tensors from."""
     keep_float32: Callable[[str], bool] = field(default=lambda _name: False)
     """Parameter names that the model wants in float32."""
+    arguments: frozenset[str] = frozenset()
+    """Names that the model's forward takes."""
 
 
 class Parts:
@@ -53,7 +54,7 @@ class Parts:
     ):  # fmt: skip
         self.model, self.world, self.objective, self.record = model, world, objective, record
         self.plan = resolve_precision(config, world.device)
-        self.takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self.takes_use_cache = "use_cache" in anatomy.arguments
         spec = GroupSpec(world.mesh.shard, self._dtypes(anatomy))
         modules = unit_modules(model, anatomy.no_split, (anatomy.embedding, anatomy.head))
         self.units, self.leftovers = build_units(model, modules, spec)
