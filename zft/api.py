@@ -19,6 +19,7 @@ from torch import nn
 
 from zft.config import SGD, Activation, AdamW, EngineConfig, Lion, Nonfinite, Precision, Tier, ZftError
 from zft.checkpoint.hf import base_dtype, export_folder
+from zft.checkpoint.sharded import Content, load_checkpoint, save_checkpoint
 from zft.checkpoint.names import base_model
 from zft.dist import World
 from zft.engine.fill import fill_record
@@ -73,6 +74,7 @@ class Engine:
         self.config = config = checked(config)
         self.world = world or World.from_env(config.compute_device, config.shard_ranks, config.timeout_s)
         self.model, self.source_folder, self.tokenizer = model, getattr(source, "folder", None), None
+        self._frozen_in_memory_only = source is None
         held = {} if source is not None else {name: p.detach() for name, p in model.named_parameters()}
         self._load_buffers(source)
         self.parts = Parts(model, anatomy_of(model, config), config, self.world, _objective(model, config), record)
@@ -154,6 +156,31 @@ class Engine:
         facts, ...). Returns the ExportReport on rank 0, else None. Raises ZftError, ExportError.
         """
         return export_units(self, folder, base or self.source_folder, dtype, options)
+
+    def save(self, folder: str | Path, train_state: dict | None = None) -> None:
+        """Write everything that training goes on from as checkpoint `folder`, one bounded buffer at a time. Collective.
+
+        train_state: plain data (what json holds) that `load` gives back. Frozen weights are stored only if they have no
+        base model to come from again. A checkpoint of that name is replaced; it or its successor is whole at any moment.
+        Raises ZftError where `folder` is something else, OSError where the disk fails, on all ranks.
+        """
+        self.drain()
+        facts = {"precision": str(self.parts.plan.precision), "stage": self.config.stage, "ranks": self.world.size}
+        buffers = dict(persistent_buffers(self.model))
+        content = Content({**self.stepper.counters(), **facts}, train_state or {}, buffers, self._frozen_in_memory_only)
+        save_checkpoint(Path(folder), self.parts, content)
+        self.parts.traffic.take()
+
+    def load(self, folder: str | Path) -> dict:
+        """Go on from a checkpoint, saved at any world size, stage and placement. Collective; returns its train_state.
+
+        Raises zft.checkpoint.manifest.DamagedCheckpoint, or ZftError naming what differs from this engine; both before
+        anything is changed.
+        """
+        manifest = load_checkpoint(Path(folder), self.parts, dict(persistent_buffers(self.model)))
+        self.stepper.restore_counters(manifest.engine)
+        self.parts.traffic.take()
+        return manifest.train
 
     def peak_bytes(self) -> dict[str, int]:
         """Highest use so far: host_rss of this process, device (allocated), nvme (allocated in files)."""

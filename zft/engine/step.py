@@ -133,6 +133,23 @@ class Stepper:
             self.broken = error
             raise
 
+    def counters(self) -> dict:
+        """All that a resumed engine must know beside its records, as plain data; `restore_counters` takes it back."""
+        scaler = self.parts.scaler
+        return {
+            "step_count": self.step_count,
+            "attempt_count": self.attempt_count,
+            "skipped_count": self.skipped_count,
+            "loss_scale": scaler.state_dict() if scaler is not None else None,
+        }
+
+    def restore_counters(self, counters: dict) -> None:
+        self.step_count = counters["step_count"]
+        self.attempt_count = counters["attempt_count"]
+        self.skipped_count = counters["skipped_count"]
+        if self.parts.scaler is not None and counters["loss_scale"] is not None:
+            self.parts.scaler.load_state_dict(counters["loss_scale"])
+
     def _count(self, micro_batches: list[dict], loss_fn: LossFn | None, allow_empty: bool = False) -> Totals:
         """Meet the other ranks: how many waves, and how many supervised tokens in all."""
         tokens = 0

@@ -1,0 +1,79 @@
+"""One rank's file of a checkpoint: a safetensors file written from front to back and hashed on the way.
+
+The header is planned from shapes alone, so that nothing is kept in memory but one chunk of one field.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import xxhash
+
+from zft.checkpoint import disk
+from zft.checkpoint.manifest import StoredFile
+from zft.models.tensorfile import NAMES
+
+GATHER_BYTES = 1 << 20
+"""Smaller pieces are written together."""
+
+
+class ShardWriter:
+    """Give it the planned tensors' bytes in their order, then `finish`; `close` leaves what is there."""
+
+    def __init__(self, path: Path, planned: list[tuple[str, torch.dtype, int]]):
+        """planned: (key, dtype, entries) in file order."""
+        header, at = {"__metadata__": {"format": "zft"}}, 0
+        for key, dtype, entries in planned:
+            end = at + entries * dtype.itemsize
+            header[key] = {"dtype": NAMES[dtype], "shape": [entries], "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self.path, self.nbytes, self._written = path, 8 + len(text) + at, 0
+        self._digest, self._gathered = xxhash.xxh3_128(), bytearray()
+        self._fd = disk.DISK.create(path)
+        try:
+            disk.DISK.reserve(self._fd, self.nbytes)
+            self._append(memoryview(len(text).to_bytes(8, "little") + text))
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """The next bytes: a contiguous 1-D CPU tensor. It may change afterwards."""
+        if tensor.numel():
+            self._append(memoryview(tensor.view(torch.uint8).numpy()))
+
+    def finish(self) -> StoredFile:
+        """Make the file durable."""
+        self._flush()
+        assert self._written == self.nbytes, f"{self.path} has {self._written} bytes, planned were {self.nbytes}"
+        disk.DISK.sync(self._fd)
+        self.close()
+        return StoredFile(self.nbytes, self._digest.hexdigest())
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            disk.DISK.close(self._fd)
+            self._fd = -1
+
+    def _append(self, data: memoryview) -> None:
+        self._digest.update(data)
+        if len(data) < GATHER_BYTES:
+            self._gathered += data
+            if len(self._gathered) >= GATHER_BYTES:
+                self._flush()
+            return
+        self._flush()
+        self._store(data)
+
+    def _flush(self) -> None:
+        if self._gathered:
+            self._store(memoryview(bytes(self._gathered)))
+            self._gathered.clear()
+
+    def _store(self, data: memoryview) -> None:
+        disk.DISK.write(self._fd, data)
+        self._written += len(data)
