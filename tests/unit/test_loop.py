@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from zft.checkpoint.manifest import Manifest
 from zft.compose import compose
 from zft.config import RunConfig, ZftError
 from zft.dist import World
@@ -50,12 +51,12 @@ class FakeEngine:
     def save(self, folder: Path, train_state: dict) -> None:
         folder.mkdir(parents=True)
         mine = {"weight": self.weight, "step_count": self.step_count, "attempts": self.attempts}
-        (folder / "manifest.json").write_text(json.dumps({"engine": mine, "train": train_state}))
+        (folder / "manifest.json").write_text(Manifest({}, {}, mine, train_state).to_json())
 
     def load(self, folder: Path) -> dict:
-        saved = json.loads((folder / "manifest.json").read_text())
-        vars(self).update(saved["engine"])
-        return saved["train"]
+        saved = Manifest.read(folder)
+        vars(self).update(saved.engine)
+        return saved.train
 
 
 class FakeLoader:

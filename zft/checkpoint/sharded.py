@@ -10,6 +10,7 @@ All ranks take part and all raise when one cannot; nothing is loaded from a chec
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ from zft.models.tensorfile import NAMES, TensorFile
 from zft.precision import Field
 
 T = TypeVar("T")
+_OURS = re.compile(rf"rank-\d+-of-\d+\.safetensors|{re.escape(MANIFEST)}")
+"""What a save may replace, whole or not."""
 VALUE = "value"
 """The only field of a buffer."""
 
@@ -110,7 +113,7 @@ def _on_main(world: World, action: Callable[[], None]) -> None:
 
 
 def _prepare(folder: Path, work: Path) -> None:
-    if folder.exists() and not (folder.is_dir() and ((folder / MANIFEST).is_file() or not any(folder.iterdir()))):
+    if folder.exists() and not (folder.is_dir() and all(_OURS.fullmatch(path.name) for path in folder.iterdir())):
         raise ZftError(f"{folder} exists and is no checkpoint; choose another folder")
     if not folder.parent.is_dir():
         disk.DISK.make_folder(folder.parent)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from zft.api import Engine
+from zft.checkpoint.manifest import DamagedCheckpoint
 from zft.config import RunConfig, ZftError
 from zft.dist import World
 from zft.engine.step import EvalResult, StepResult
@@ -20,6 +21,7 @@ from zft.optim.schedules import lr_at
 from zft.status import DONE, STOPPED, complain
 from zft.train import checkpoints
 from zft.train.folder import RunFolder
+from zft.train.setup import together
 from zft.train.signals import StopRequest
 from zft.train.state import TrainState
 from zft.tree import to_tree
@@ -48,13 +50,26 @@ class Job:
 
 
 def restore(job: Job) -> None:
-    """Load the newest checkpoint, if there is one, and drop the metrics after it."""
-    done = checkpoints.steps(job.folder.checkpoints)
-    if done:
-        job.state = TrainState.from_dict(job.engine.load(checkpoints.step_folder(job.folder.checkpoints, done[-1])))
+    """Load the newest checkpoint that is whole, if there is any, and drop the metrics after it.
+
+    Raises ZftError where there are checkpoints and none is whole.
+    """
+    found = job.world.broadcast_object(checkpoints.candidates(job.folder.checkpoints))
+    for folder in found:
+        try:
+            job.state = TrainState.from_dict(job.engine.load(folder))
+        except DamagedCheckpoint as error:
+            if job.world.is_main:
+                print(f"warning: {error}", flush=True)
+            continue
         job.loader.load_state_dict(job.state.loader)
-    if job.world.is_main:
-        drop_after(job.folder.metrics, job.state.step if done else 0)
+        break
+    else:
+        if found:
+            raise ZftError(f"no checkpoint in {job.folder.checkpoints} is whole; start a new run")
+    with together(job.world):
+        if job.world.is_main:
+            drop_after(job.folder.metrics, job.state.step)
 
 
 def fit(job: Job, total_steps: int, resume: bool = False) -> Outcome:
@@ -102,13 +117,14 @@ def ended_early(job: Job, outcome: Outcome) -> int:
 
 def save(job: Job) -> int:
     """A checkpoint of this step; older ones go. Returns the step."""
-    state = job.state
-    if not hasattr(job.engine, "save"):  # until zft/checkpoint/sharded.py is there
-        return state.step
+    state, folder = job.state, job.folder.checkpoints
     state.loader = job.loader.state_dict()
-    job.engine.save(checkpoints.step_folder(job.folder.checkpoints, state.step), state.to_dict())
-    if job.world.is_main:
-        checkpoints.prune(job.folder.checkpoints, job.run.train.keep, state.best_step)
+    earlier = [row for row in state.saved if row[0] != state.step]
+    state.saved = [*earlier, [state.step, state.eval_loss if state.eval_step == state.step else None]]
+    job.engine.save(checkpoints.step_folder(folder, state.step), state.to_dict())
+    with together(job.world):
+        kept = checkpoints.prune(folder, state.saved, job.run.train.keep) if job.world.is_main else None
+    state.saved = job.world.broadcast_object(kept)
     return state.step
 
 
@@ -132,6 +148,7 @@ def _step(job: Job) -> StepMetrics:
 
 def _evaluate(job: Job) -> float:
     loss = job.evaluate().loss
+    job.state.eval_step, job.state.eval_loss = job.state.step, loss
     if loss < job.state.best_loss:
         job.state.best_loss, job.state.best_step = loss, job.state.step
     return loss

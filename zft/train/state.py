@@ -23,6 +23,11 @@ class TrainState:
     best_loss: float = math.inf
     """The lowest evaluation loss."""
     best_step: int | None = None
+    eval_step: int | None = None
+    """The last step that was evaluated, and its loss."""
+    eval_loss: float | None = None
+    saved: list = field(default_factory=list)
+    """[step, evaluation loss of that step or None] of the checkpoints that this run has written and kept."""
     total_steps: int = 0
     """Length of the schedule."""
     loader: dict = field(default_factory=dict)
