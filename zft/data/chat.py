@@ -232,8 +232,9 @@ def _inline_calls(message: dict) -> dict:
     if "tool_calls" not in message:
         return message
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    text = message["content"].rstrip("\n")
-    return {**rest, "content": "\n".join([*([text] if text else []), *map(hermes_call, message["tool_calls"])])}
+    text = message["content"]
+    gap = "" if not text or text.endswith("\n") else "\n"
+    return {**rest, "content": text + gap + "\n".join(map(hermes_call, message["tool_calls"]))}
 
 
 def _join_tool_results(messages: list[dict]) -> list[dict]:

@@ -19,7 +19,7 @@ from zft.data.errors import RowError
 from zft.data.formats import Row, check_columns, detect
 from zft.data.isolation import packing_problem
 from zft.data.loader import Epochs, Loader
-from zft.data.options import DataOptions, Format, OnError, TrainOn
+from zft.data.options import DataOptions, Format, OnError, TrainOn, Truncate
 from zft.data.order import shuffled
 from zft.data.pack import Items, best_fit, join, one_each
 from zft.data.report import DataReport, decode_segments, histogram, length_facts
@@ -95,7 +95,7 @@ def prepare(
     a target, documents are split and packed). `vocab_size`: rows of the model's embedding, to check token ids against.
     `progress` is called with the number of rows read so far. Raises ZftError for anything wrong with the user's data.
     """
-    options = options or DataOptions()
+    options = _with_enums(options or DataOptions())
     if seq_len < 2:
         raise ZftError(f"train.seq_len has to be at least 2, got {seq_len}")
     if not 0 <= options.eval_share < 1:
@@ -124,6 +124,18 @@ def prepare(
     return prepared
 
 
+def _with_enums(options: DataOptions) -> DataOptions:
+    """Options given as plain strings from Python become enum members. Raises ZftError for a value that is none."""
+    found = {}
+    for name, kind in (("format", Format), ("truncate", Truncate), ("train_on", TrainOn), ("on_error", OnError)):
+        value = getattr(options, name)
+        try:
+            found[name] = kind(value)
+        except ValueError as error:
+            raise ZftError(f"data_options.{name}={value!r}: it has to be one of {', '.join(kind)}") from error
+    return replace(options, **found)
+
+
 def _tokenize(data: str | list, job: _Job, renderer: Renderer) -> tuple[Store, str, list[Source]]:
     sources = find_sources(data, job.options)
     limits = [job.limits.seq_len, job.limits.split_documents, job.limits.vocab_size]
@@ -145,6 +157,7 @@ def _tokenize(data: str | list, job: _Job, renderer: Renderer) -> tuple[Store, s
 def _nothing_left(data: str | list, meta: dict, job: _Job) -> str:
     why = ", ".join(f"{count} {reason}" for reason, count in meta["dropped"].items()) or "no rows"
     hint = "raise train.seq_len or change data_options.truncate" if "seq_len" in why else "check data and data_options"
+    hint = f"for one, {meta['example']}" if meta["example"] else hint
     names = ", ".join(s.path for s in find_sources(data, job.options))
     return f"data: {names} has no supervised token: of {meta['read']} rows, {why} (seq_len {job.limits.seq_len}); {hint}"
 
@@ -157,7 +170,7 @@ def _write(writer: StoreWriter, sources: list[Source], job: _Job) -> dict:
     """Tokenize all sources into `writer`; returns what the report needs beyond the arrays."""
     forms: dict[int, Format] = {}
     dropped, notes = Counter(), Counter()
-    read = cut = 0
+    read, cut, example = 0, 0, ""
     stops: Counter = Counter()
 
     def work() -> Iterator[Chunk]:
@@ -173,6 +186,7 @@ def _write(writer: StoreWriter, sources: list[Source], job: _Job) -> dict:
             if done.error is not None:
                 _refuse(done, job.options)
                 dropped[done.error.kind] += 1
+                example = example or f"{done.where}: {done.error}"
             elif done.dropped is not None:
                 dropped[done.dropped] += 1
             for ids, mask in done.sequences:
@@ -187,6 +201,7 @@ def _write(writer: StoreWriter, sources: list[Source], job: _Job) -> dict:
         "read": read,
         "cut": cut,
         "dropped": dict(dropped),
+        "example": example,
         "formats": [str(forms[number]) for number in sorted(forms)],
         "notes": [note for source in sources for note in source.notes] + _describe(notes),
         "stops": [token for token, _ in stops.most_common(4) if token in job.tokenizer.all_special_ids],

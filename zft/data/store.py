@@ -18,6 +18,10 @@ from pathlib import Path
 import numpy as np
 
 
+KEPT = 24
+"""Stores that a cache folder keeps: those used last."""
+
+
 class StoreWriter:
     """Appends sequences to a folder next to its final place; `finish` moves it there in one step."""
 
@@ -57,7 +61,9 @@ class StoreWriter:
             os.rename(self.folder, self.place)
         except OSError:  # another process was faster: the content is the same, by the key
             shutil.rmtree(self.folder, ignore_errors=True)
-        return Store(self.place)
+        store = Store(self.place)
+        _evict(self.place.parent)
+        return store
 
     def abandon(self) -> None:
         self._ids.close()
@@ -97,10 +103,25 @@ class Store:
 def open_store(place: Path) -> Store | None:
     """A finished store, or None when there is none or it is damaged (it is then written anew)."""
     try:
+        os.utime(place)
         return Store(place)
     except (OSError, ValueError, KeyError):
         shutil.rmtree(place, ignore_errors=True)
         return None
+
+
+def _evict(cache: Path) -> None:
+    """Remove the stores that were not used for longest. Who has one open keeps reading it: its map outlives the name."""
+    stores = sorted((p for p in cache.iterdir() if (p / "meta.json").exists() and p.name[0] != "."), key=_used)
+    for place in stores[:-KEPT]:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _used(place: Path) -> float:
+    try:
+        return place.stat().st_mtime
+    except OSError:  # another process removed it
+        return 0.0
 
 
 def _map(path: Path, dtype: str, count: int) -> np.ndarray:
