@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zft.config import SGD, Activation, AdamW, EngineConfig, Lion, Nonfinite, Precision, Tier, ZftError
+from zft.config import SGD, Activation, AdamW, EngineConfig, Lion, Method, MethodConfig, Nonfinite, Precision, Tier
+from zft.config import ZftError
+from zft.checkpoint.adapter import export_adapter, is_adapter
 from zft.checkpoint.hf import base_dtype, export_folder
-from zft.checkpoint.sharded import Content, load_checkpoint, save_checkpoint
+from zft.checkpoint.merge import merged_units, plain_model
 from zft.checkpoint.names import base_model
+from zft.checkpoint.sharded import Content, load_checkpoint, save_checkpoint
 from zft.dist import World
 from zft.engine.fill import fill_record
 from zft.engine.parts import Anatomy, Parts
@@ -74,7 +77,7 @@ class Engine:
         self.config = config = checked(config)
         self.world = world or World.from_env(config.compute_device, config.shard_ranks, config.timeout_s)
         self.model, self.source_folder, self.tokenizer = model, getattr(source, "folder", None), None
-        self._frozen_in_memory_only = source is None
+        self.source = source
         held = {} if source is not None else {name: p.detach() for name, p in model.named_parameters()}
         self._load_buffers(source)
         self.parts = Parts(model, anatomy_of(model, config), config, self.world, _objective(model, config), record)
@@ -89,18 +92,23 @@ class Engine:
     def from_pretrained(path: str | Path, config: EngineConfig, world: World | None = None, **options: Any) -> Engine:
         """Build the model of a folder, Hub id or .gguf file on meta and stream its weights into place, unit by unit.
 
-        options: trust_remote_code, attn_implementation, record. Raises ZftError for a model that cannot be loaded.
+        options: trust_remote_code, attn_implementation, record; method: a MethodConfig, to train an adapter on the frozen
+        model. Raises ZftError for a model that cannot be loaded.
         """
+        from zft.models.adapters import attach_adapter
         from zft.models.hub import resolve_model
         from zft.models.load import build_model
         from zft.models.weights import HubWeights
 
-        record = options.pop("record", lambda *_: None)
+        record, method = options.pop("record", lambda *_: None), options.pop("method", MethodConfig())
         config = checked(config)
         device = "cuda" if config.compute_device is None and torch.cuda.is_available() else config.compute_device or "cpu"
         folder = resolve_model(str(path))
         model = build_model(folder, dtype=resolve_precision(config, device).hi_dtype, **options)
-        return Engine(model, config, HubWeights(folder, model), world, record)
+        source = HubWeights(folder, model)
+        if method.name is not Method.full:
+            model, source = attach_adapter(model, source, method, config.seed)
+        return Engine(model, config, source, world, record)
 
     @property
     def step_count(self) -> int:
@@ -119,9 +127,17 @@ class Engine:
         """
         return self.stepper.step(micro_batches, lr, loss_fn)
 
-    def evaluate(self, micro_batches: list[dict[str, torch.Tensor]]) -> EvalResult:
-        """Mean loss over the supervised tokens of all ranks, in eval mode; changes no state."""
-        return self.stepper.evaluate(micro_batches)
+    def evaluate(self, micro_batches: list[dict[str, torch.Tensor]], adapter: bool = True) -> EvalResult:
+        """Mean loss over the supervised tokens of all ranks, in eval mode; changes no state.
+
+        adapter False: of the base model alone. Raises ZftError where there is no adapter to switch off.
+        """
+        if adapter:
+            return self.stepper.evaluate(micro_batches)
+        if not is_adapter(self.model):
+            raise ZftError("evaluate(adapter=False) needs a model with an adapter; this one has none")
+        with self.model.disable_adapter():
+            return self.stepper.evaluate(micro_batches)
 
     def drain(self) -> None:
         """Apply every update that still waits for the next forward pass."""
@@ -149,13 +165,42 @@ class Engine:
             yield named
         yield {name: b.cpu() for name, b in persistent_buffers(self.model)}
 
-    def export(self, folder: str | Path, *, base: str | Path | None = None, dtype: torch.dtype | None = None, **options: Any):
+    def export(
+        self, folder: str | Path, *, base: str | Path | None = None, dtype: torch.dtype | None = None, merge: bool = False,
+        **options: Any,
+    ):  # fmt: skip
         """Write a folder that `from_pretrained` loads, one unit at a time, and verify it. Collective; rank 0 writes.
 
-        dtype: of the files; None: the base's. options as in `zft.checkpoint.hf.ExportOptions` (tokenizer, max_shard_size,
-        facts, ...). Returns the ExportReport on rank 0, else None. Raises ZftError, ExportError.
+        An adapter becomes the folder that PEFT loads on its base; merge: a full model with the adapter folded in, in
+        float32 with one rounding. dtype: of the files; None: the base's (of an adapter: float32). options as in
+        `zft.checkpoint.hf.ExportOptions` (tokenizer, max_shard_size, facts, ...). Returns the ExportReport on rank 0, else
+        None. Raises ZftError, ExportError.
         """
-        return export_units(self, folder, base or self.source_folder, dtype, options)
+        base = base or self.source_folder
+        if not is_adapter(self.model):
+            if merge:
+                raise ZftError("only an adapter can be merged, and this engine trains every weight; leave merge out")
+            dtype = dtype or base_dtype(self.model, Path(base) if base else None)
+            units = self.stream_units(dtype)
+            return on_main(self.world, units, lambda: export_folder(folder, units, self.model, base, dtype=dtype, **options))
+        units = self._trained_units()
+        if merge:
+            return on_main(self.world, units, lambda: export_merged(self, units, folder, dtype, options))
+        trained = (values for _, values in units)
+        return on_main(
+            self.world, trained, lambda: export_adapter(folder, trained, self.model, base, dtype=dtype, **options)
+        )
+
+    def _trained_units(self) -> Iterator[tuple[list[str], dict[str, torch.Tensor]]]:
+        """(names of all parameters, trained parameters in float32 on the CPU) of one unit at a time; buffers last. Collective."""
+        self.drain()
+        for unit in [*self.parts.units, self.parts.leftovers]:
+            names = [span.name for group in unit.groups for span in group.layout.spans]
+            trained = {}
+            for record in (self.parts.records[group] for group in unit.groups if group.trainable):
+                trained |= dict(group_tensors(record, self.world, master=True))
+            yield names, trained
+        yield [name for name, _ in persistent_buffers(self.model)], {}
 
     def save(self, folder: str | Path, train_state: dict | None = None) -> None:
         """Write everything that training goes on from as checkpoint `folder`, one bounded buffer at a time. Collective.
@@ -167,7 +212,7 @@ class Engine:
         self.drain()
         facts = {"precision": str(self.parts.plan.precision), "stage": self.config.stage, "ranks": self.world.size}
         buffers = dict(persistent_buffers(self.model))
-        content = Content({**self.stepper.counters(), **facts}, train_state or {}, buffers, self._frozen_in_memory_only)
+        content = Content({**self.stepper.counters(), **facts}, train_state or {}, buffers, self.source is None)
         save_checkpoint(Path(folder), self.parts, content)
         self.parts.traffic.take()
 
@@ -214,21 +259,30 @@ class Engine:
             self.model.get_submodule(parent)._buffers[leaf] = value.to(self.world.device)
 
 
-def export_units(engine: Engine, folder: str | Path, base: str | Path | None, dtype: torch.dtype | None, options: dict):
-    """Stream an engine's units into an export; every rank takes part in gathering, rank 0 writes."""
-    dtype = dtype or base_dtype(engine.model, Path(base) if base else None)
-    units = engine.stream_units(dtype)
+def on_main(world: World, units: Iterator, write: Callable[[], Any]) -> Any:
+    """What `write` returns on rank 0, which consumes `units`; the other ranks take part in gathering them."""
     report, error = None, None
-    if engine.world.is_main:
+    if world.is_main:
         try:
-            report = export_folder(folder, units, engine.model, base, dtype=dtype, **options)
+            report = write()
         except BaseException as raised:  # told to the other ranks below, which wait in the next agreement
             error = raised
     else:
         for _ in units:
             pass
-    engine.world.agree(error)
+    world.agree(error)
     return report
+
+
+def export_merged(engine: Engine, units: Iterator, folder: str | Path, dtype: torch.dtype | None, options: dict) -> Any:
+    """A full model from an engine's adapter and its base's own folder; one rank's work."""
+    inner, base = base_model(engine.model), engine.source_folder
+    if base is None:
+        raise ZftError("merging reads the base from its folder; build the engine with a source, as from_pretrained does")
+    dtype = dtype or base_dtype(inner, Path(base))
+    plain = plain_model(inner, Path(base), type(inner).__module__.startswith("transformers_modules"))
+    merged = merged_units(engine.model, engine.source, units, plain, dtype)
+    return export_folder(folder, merged, plain, base, dtype=dtype, **options)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,9 +13,7 @@ BODY = """# {title}
 {intro}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{title}")
+{load}.from_pretrained("{title}")
 tokenizer = AutoTokenizer.from_pretrained("{title}")
 ```
 
@@ -25,13 +23,21 @@ tokenizer = AutoTokenizer.from_pretrained("{title}")
 |---|---|
 {rows}
 """
+LOADERS = {
+    "transformers": "from transformers import AutoModelForCausalLM, AutoTokenizer\n\nmodel = AutoModelForCausalLM",
+    "peft": "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n\n"
+    "model = AutoPeftModelForCausalLM",
+}
 
 
-def write_card(folder: Path, base: Path | None, measured: dict[str, Any], facts: dict[str, Any] | None) -> None:
+def write_card(
+    folder: Path, base: Path | None, measured: dict[str, Any], facts: dict[str, Any] | None, library: str = "transformers"
+) -> None:
     """README.md with library_name, pipeline_tag, base_model, datasets, license.
 
     facts: `base_model` (a Hub id; paths are left out of the metadata), `datasets` (Hub ids), `license`, `title`; every
     other entry is listed. The licence is the base card's unless given. `measured` (dtype, parameters) is listed too.
+    library: transformers, or peft for an adapter.
     """
     from huggingface_hub import ModelCard, ModelCardData, constants
 
@@ -41,7 +47,7 @@ def write_card(folder: Path, base: Path | None, measured: dict[str, Any], facts:
     title = str(facts.pop("title", "") or (f"{origin.rsplit('/', 1)[-1]}-zft" if origin else "model"))
     given = facts.pop("license", None)
     data = ModelCardData(
-        library_name="transformers",
+        library_name=library,
         pipeline_tag="text-generation",
         base_model=origin if is_repo_id(origin) else None,
         datasets=[each for each in datasets if is_repo_id(each)] or None,
@@ -60,7 +66,8 @@ def write_card(folder: Path, base: Path | None, measured: dict[str, Any], facts:
         f"| {key.replace('_', ' ')} | {_cell(value)} |" for key, value in rows.items() if value not in (None, "")
     )
     intro = f"Fine-tuned from {started} with zft."
-    content = f"---\n{data.to_yaml()}\n---\n\n" + BODY.format(title=title, intro=intro, rows=table)
+    body = BODY.format(title=title, intro=intro, rows=table, load=LOADERS[library])
+    content = f"---\n{data.to_yaml()}\n---\n\n{body}"
     (folder / "README.md").write_text(str(ModelCard(content)), encoding="utf-8")
 
 

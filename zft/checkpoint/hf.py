@@ -107,7 +107,7 @@ class Exporter:
         self._alias = aliases(self.model)
         self.specs = plan_tensors(self.model, self.dtype)
         self._left = set(self._dtypes)
-        self._work = _Workspace(self.folder)
+        self._work = Workspace(self.folder)
         self._writers: dict[str, TensorFileWriter] = {}
         try:
             self._file_of = self._open_files()
@@ -223,7 +223,7 @@ def _describe(spec: TensorSpec | None) -> str:
     return f"shape {list(spec.shape)}" if spec is not None else "export, which has no such tensor"
 
 
-class _Workspace:
+class Workspace:
     """A hidden folder beside the target that becomes the target by one rename, or goes away.
 
     It is locked while in use: one that a killed export left behind is unlocked and is removed by the next export.

@@ -55,7 +55,7 @@ def _check_files(folder: Path, checksums: dict[str, int] | None) -> dict[str, Te
                 if name in found or files.get(name) != path:
                     raise ExportError(f"{name} is in {path.name} but the index says {files.get(name)}")
                 found[name] = TensorSpec(entry.dtype, entry.shape)
-                if checksums is not None and _checksum(file, name) != checksums.get(name):
+                if checksums is not None and tensor_checksum(file, name) != checksums.get(name):
                     raise ExportError(f"{name} in {path.name} does not hold the bytes that were written")
     _same_names(set(files), set(found), "indexed", "in the files")
     if (folder / INDEX).is_file():
@@ -66,7 +66,8 @@ def _check_files(folder: Path, checksums: dict[str, int] | None) -> dict[str, Te
     return found
 
 
-def _checksum(file: TensorFile, name: str) -> int:
+def tensor_checksum(file: TensorFile, name: str) -> int:
+    """The checksum of a tensor's bytes as they lie in the file, read in chunks."""
     entry, total = file.entries[name], 0
     buffer = torch.empty(min(entry.nbytes, CHUNK_BYTES), dtype=torch.uint8)
     for at in range(0, entry.nbytes, CHUNK_BYTES):

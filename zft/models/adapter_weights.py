@@ -55,7 +55,8 @@ class AdapterWeights:
     def __init__(self, model: Any, base: Any, names: dict[int, str], seed: int, saved: AdapterFile | None = None):
         self.model, self.base, self.seed, self.saved = model, base, seed, saved
         self.folder = base.folder
-        self._base_names = self._wrapped_names(names)
+        self.base_of = self._wrapped_names(names)
+        """Parameter or buffer of the PeftModel -> the base's name for it."""
         self._keys = adapter_keys(model)
         if saved is not None:
             parameters = model.state_dict(keep_vars=True)
@@ -80,13 +81,18 @@ class AdapterWeights:
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """(name, CPU tensor) of parameters and buffers; adapter tensors in float32, the base's in the checkpoint's dtype."""
-        inside = {self._base_names[name]: name for name in names if name in self._base_names}
-        trained = [name for name in names if name not in self._base_names or self._is_saved(name)]
+        inside = {self.base_of[name]: name for name in names if name in self.base_of}
+        trained = [name for name in names if name not in self.base_of or self._is_saved(name)]
         inside = {base: name for base, name in inside.items() if name not in trained}
         if inside:
             yield from ((inside[name], tensor) for name, tensor in self.base.read(list(inside)))
         for name in trained:
             yield name, self._saved(name) if self._is_saved(name) else self._first(name)
+
+    def read_base(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """(the base's name, CPU tensor) of those names that stand for the base's own parameters or buffers."""
+        inside = list(dict.fromkeys(self.base_of[name] for name in names if name in self.base_of))
+        return self.base.read(inside) if inside else iter(())
 
     def close(self) -> None:
         self.base.close()
@@ -128,7 +134,7 @@ class AdapterWeights:
     def _base_tensor(self, parameter: Tensor) -> Tensor:
         """The value of a frozen parameter, looked up by its place in the model as it is now."""
         name = next(n for n, p in self.model.named_parameters(remove_duplicate=False) if p is parameter)
-        return dict(self.base.read([self._base_names[name]]))[self._base_names[name]]
+        return dict(self.base.read([self.base_of[name]]))[self.base_of[name]]
 
 
 @torch.no_grad()

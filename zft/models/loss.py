@@ -156,7 +156,9 @@ class HeadLoss:
 
 def head_rows(head: nn.Module) -> int:
     """Number of logits of an output head: rows of its (base) weight."""
-    base = getattr(head, "base_layer", head)
+    # through PEFT's wrappers, which may build a weight anew whenever it is asked for
+    base = getattr(head, "original_module", None) or head
+    base = getattr(base, "base_layer", base)
     features = getattr(base, "out_features", None)
     return features if isinstance(features, int) else base.weight.shape[0]
 
