@@ -22,7 +22,7 @@ from zft.engine.unit import ParamGroup, Unit
 from zft.engine.unshard import Sharder
 from zft.engine.update import Updater
 from zft.optim.rules import make_rule
-from zft.precision import LossScaler, resolve_precision
+from zft.precision import LossScaler, PrecisionPlan, resolve_precision
 from zft.tiers.activations import ActivationStore
 from zft.tiers.device import Streams
 from zft.tiers.nvme import NvmeFolder
@@ -55,7 +55,7 @@ class Parts:
         self.model, self.world, self.objective, self.record = model, world, objective, record
         self.plan = resolve_precision(config, world.device)
         self.takes_use_cache = "use_cache" in anatomy.arguments
-        spec = GroupSpec(world.mesh.shard, self._dtypes(anatomy))
+        spec = GroupSpec(world.mesh.shard, group_dtypes(self.plan, anatomy))
         modules = unit_modules(model, anatomy.no_split, (anatomy.embedding, anatomy.head))
         self.units, self.leftovers = build_units(model, modules, spec)
         self.records = self._records(config)
@@ -95,23 +95,10 @@ class Parts:
         if self.folder is not None:
             self.folder.close()
 
-    def _dtypes(self, anatomy: Anatomy):
-        plan = self.plan
-
-        def dtypes(name: str, parameter: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
-            if anatomy.keep_float32(name):
-                return torch.float32, torch.float32
-            return plan.hi_dtype, plan.compute_dtype
-
-        return dtypes
-
     def _records(self, config: EngineConfig) -> dict[ParamGroup, Record]:
         records = {}
-        optim = replace(config.optim, compact=False) if isinstance(config.optim, AdamW) else config.optim
-        exact = replace(config, precision=Precision.fp32, compute_dtype="auto", optim=optim)
-        float32_plan = resolve_precision(exact, self.world.device)
         for group in [g for unit in [*self.units, self.leftovers] for g in unit.groups]:
-            plan = self.plan if group.hi_dtype == self.plan.hi_dtype else float32_plan
+            plan = group_plan(group.hi_dtype, config, self.world.device)
             rule = make_rule(config.optim, plan) if group.trainable else None
             records[group] = Record(group, rule, plan.grad_dtype, Ranges.of(group, config.stage, self.world))
         return records
@@ -131,3 +118,23 @@ class Parts:
             folder.close()
             raise
         return folder
+
+
+def group_dtypes(plan: PrecisionPlan, anatomy: Anatomy) -> Callable[[str, nn.Parameter], tuple[torch.dtype, torch.dtype]]:
+    """(fqn, parameter) -> (hi dtype, compute dtype), for zft.engine.partition."""
+
+    def dtypes(name: str, parameter: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
+        if anatomy.keep_float32(name):
+            return torch.float32, torch.float32
+        return plan.hi_dtype, plan.compute_dtype
+
+    return dtypes
+
+
+def group_plan(hi_dtype: torch.dtype, config: EngineConfig, device: torch.device) -> PrecisionPlan:
+    """The record of a group: the run's, or float32's where the model keeps its parameters in float32."""
+    plan = resolve_precision(config, device)
+    if hi_dtype == plan.hi_dtype:
+        return plan
+    optim = replace(config.optim, compact=False) if isinstance(config.optim, AdamW) else config.optim
+    return resolve_precision(replace(config, precision=Precision.fp32, compute_dtype="auto", optim=optim), device)
