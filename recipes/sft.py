@@ -11,21 +11,19 @@ placement that doesn't fit.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rich.console import Console
 
 from zft.api import Engine
+from zft.checkpoint.names import base_model
 from zft.config import RunConfig
 from zft.data import prepare
 from zft.dist import World
 from zft.models.hub import cache_dir, resolve_model
-from zft.models.load import HubWeights, build_model, grow, load_config, load_tokenizer, tokenizer_rows
-from zft.precision import resolve_precision
-from zft.tiers.plan import describe, place
-from zft.train.folder import RunFolder, check_nvme_dir
+from zft.models.load import load_config, load_tokenizer
+from zft.tiers.plan import describe
+from zft.train.folder import RunFolder
 from zft.train.loop import Job, Outcome, ended_early, evaluator, fit
-from zft.train.setup import facts, free_bytes, make_loader, together, trained_numel
+from zft.train.setup import facts, make_loader, placed, structure, together, trained_numel
 
 CONFIG = "sft"
 """The file of configs/ that `zft run` composes for this recipe."""
@@ -33,8 +31,7 @@ CONFIG = "sft"
 
 def main(run: RunConfig, resume: bool = False) -> int:
     """Returns the exit status: 0, or 130 for a run that was asked to stop."""
-    options = run.engine
-    world = World.from_env(options.compute_device, options.shard_ranks, options.timeout_s)
+    world = World.from_env(run.engine.compute_device, run.engine.shard_ranks, run.engine.timeout_s)
     say = print if world.is_main else lambda *_: None
     folder = RunFolder(run.out)
 
@@ -57,20 +54,15 @@ def main(run: RunConfig, resume: bool = False) -> int:
             Console().print(prepared.report.render())
         loader, total_steps = make_loader(prepared, run, world)
 
-        # model: its structure only, with room for every token of the tokenizer
-        dtype = resolve_precision(options, world.device).hi_dtype
-        model = build_model(base, dtype, trust_remote_code=run.trust_remote_code)
-        grow(model, tokenizer_rows(tokenizer))
-        prepared.keep_apart(model)
-        free = free_bytes(world, run.hardware, options.nvme_dir)
-        options = place(options, run.auto_tiers, trained_numel(model), world.size, free)
-        run = replace(run, engine=options, auto_tiers=())
-        check_nvme_dir(run)
+        # model: its structure only; and where its state will live
+        model, source = structure(run, base, tokenizer, world)
+        prepared.keep_apart(base_model(model))
+        run = placed(run, model, world)
 
     # engine: streams the weights to where they live
     with folder.opened(run, resume, world):
-        engine = Engine(model, options, source=HubWeights(base, model), world=world)
-    say(f"{trained_numel(model) / 1e6:.0f} M parameters: {describe(options)}; {total_steps} steps; {folder.path}")
+        engine = Engine(model, run.engine, source, world)
+    say(f"{trained_numel(model) / 1e6:.0f} M parameters: {describe(run.engine)}; {total_steps} steps; {folder.path}")
 
     # train
     job = Job(run, engine, loader, world, folder, evaluator(prepared, run, world, engine))

@@ -15,6 +15,7 @@ LEVELS = [
     {"execute"},
     {"launch"},
     {"train"},
+    {"plan"},
     {"api", "zft"},
     {"checkpoint", "models", "data"},
     {"engine"},

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
-from zft.config import Hardware, RunConfig, Tier
+from zft.config import Hardware, Method, RunConfig, Tier
 from zft.dist import World
+from zft.models.adapters import attach_adapter
+from zft.models.load import HubWeights, build_model, grow, tokenizer_rows
+from zft.precision import resolve_precision
+from zft.tiers.plan import place
+from zft.train.folder import check_nvme_dir
 
 
 @contextmanager
@@ -31,6 +38,27 @@ def make_loader(prepared, run: RunConfig, world: World):
     epochs = None if train.steps else train.epochs
     loader = prepared.loader(world.rank, world.size, train.micro_batch_size, train.grad_accum_steps, epochs)
     return loader, train.steps or loader.total_steps
+
+
+def structure(run: RunConfig, base: Path, tokenizer: Any, world: World) -> tuple[torch.nn.Module, Any]:
+    """The model on meta, with room for every token and the adapter that `method` asks for, and the source of its weights."""
+    dtype = resolve_precision(run.engine, world.device).hi_dtype
+    model = build_model(base, dtype, trust_remote_code=run.trust_remote_code)
+    rows = model.get_input_embeddings().weight.shape[0]
+    grown = range(rows, tokenizer_rows(tokenizer)) if grow(model, tokenizer_rows(tokenizer)) else ()
+    source = HubWeights(base, model)
+    if run.method.name is Method.full:
+        return model, source
+    return attach_adapter(model, source, run.method, run.train.seed, list(grown))
+
+
+def placed(run: RunConfig, model: torch.nn.Module, world: World) -> RunConfig:
+    """`run` with the tiers chosen that the user left open. Raises ZftError where nothing fits."""
+    free = free_bytes(world, run.hardware, run.engine.nvme_dir)
+    engine = place(run.engine, run.auto_tiers, trained_numel(model), world.size, free)
+    run = replace(run, engine=engine, auto_tiers=())
+    check_nvme_dir(run)
+    return run
 
 
 def free_bytes(world: World, hardware: Hardware, nvme_dir: str) -> dict[str, int]:

@@ -1,0 +1,67 @@
+"""The weights of a checkpoint, one layer at a time, without an engine: for exports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zft.checkpoint.manifest import DamagedCheckpoint, Manifest
+from zft.checkpoint.sharded import VALUE, ShardFiles
+from zft.models.tensorfile import DTYPES
+from zft.optim.torch_update import load_weights
+from zft.precision import Field
+
+WEIGHT_FIELDS = ("hi", "lo", "master")
+"""The fields that make up a weight; the others are moments."""
+
+
+class StoredWeights:
+    """The weights in a checkpoint. Every byte is checked before the first is given out. Raises DamagedCheckpoint."""
+
+    def __init__(self, folder: Path):
+        self.manifest = Manifest.read(folder)
+        if bad := self.manifest.digests_differ(folder, sorted(self.manifest.files)):
+            raise DamagedCheckpoint(f"{folder / bad} is damaged (checksum); use an earlier checkpoint")
+        self._files = ShardFiles(folder, self.manifest)
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A parameter or buffer by its torch fqn: as it computes where that has `dtype`, else the float32 master."""
+        stored = self.manifest.tensors[name]
+        numel = math.prod(stored.shape)
+        kinds = {field: DTYPES[text.partition("/")[0]] for field, text in stored.fields.items()}
+        as_is = VALUE if VALUE in kinds else "hi" if kinds["hi"] == dtype else None
+        wanted = [as_is] if as_is else [field for field in WEIGHT_FIELDS if field in kinds]
+        views = {field: torch.empty(numel, dtype=kinds[field]) for field in wanted}
+        for field, out in views.items():
+            self._files.read(name, Field(field, out.dtype), 0, numel, out)
+        weight = views[as_is] if as_is else load_weights(views)
+        return weight.view(stored.shape)
+
+    def units(self, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+        """{torch fqn: CPU tensor}, those of one numbered layer together."""
+        for names in by_layer(self.manifest.tensors):
+            yield {name: self.read(name, dtype) for name in names}
+
+    def units_of(self, names: Iterable[str]) -> Iterator[tuple[list[str], dict[str, Tensor]]]:
+        """All of a model's names, layer by layer, with the float32 masters of those that the checkpoint has."""
+        for layer in by_layer(names):
+            yield layer, {name: self.read(name, torch.float32) for name in layer if name in self.manifest.tensors}
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def by_layer(names: Iterable[str]) -> Iterator[list[str]]:
+    """Runs of names that belong to the same numbered layer: `model.layers.3`; other names stand alone."""
+    return (list(run) for _, run in groupby(names, key=_layer))
+
+
+def _layer(name: str) -> str:
+    parts = name.split(".")
+    at = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    return name if at is None else ".".join(parts[: at + 1])
