@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 
@@ -20,18 +21,27 @@ def fill_record(record: Record, weights: Iterable[tuple[str, torch.Tensor]]) -> 
     """
     group, ranges = record.group, record.ranges
     flat = assemble(group, weights)
-    put_field(record, "hi", flat[ranges.hi_start : ranges.hi_start + ranges.hi_numel].to(group.hi_dtype))
     if record.rule is None or (flat.dtype == group.hi_dtype and "master" not in record.slabs):
+        put_field(record, "hi", flat[ranges.hi_start : ranges.hi_start + ranges.hi_numel].to(group.hi_dtype))
         return  # hi is the exact master: the rest of the record is zeros, as its slabs are from the start
-    for start in range(0, ranges.state_numel, CHUNK_NUMEL):
-        end = min(start + CHUNK_NUMEL, ranges.state_numel)
-        views = {f.name: _scratch(f.dtype, (end - start) // f.block) for f in record.rule.fields}
-        record.rule.init(views, flat[ranges.state_start + start : ranges.state_start + end])
-        shift = ranges.state_start - ranges.hi_start
-        for f in record.rule.fields:
-            slab = record.slabs[f.name]
-            first = ((start + shift) if f.name == "hi" else start) // f.block
-            put(slab, first, views[f.name], fresh=True)
+    # hi reaches beyond the state's range at stages 1 and 2, and is rounded there as the owner of that range rounds it
+    ends = (ranges.hi_start, ranges.state_start, ranges.state_start + ranges.state_numel, ranges.hi_start + ranges.hi_numel)
+    for first, last in pairwise(ends):
+        for start in range(first, last, CHUNK_NUMEL):
+            _init_chunk(record, flat, start, min(start + CHUNK_NUMEL, last))
+
+
+def _init_chunk(record: Record, flat: torch.Tensor, start: int, end: int) -> None:
+    """Elements [start, end) of the group, all within the state's range or all outside of it."""
+    ranges = record.ranges
+    owned = ranges.state_start <= start < ranges.state_start + ranges.state_numel
+    views = {f.name: _scratch(f.dtype, (end - start) // f.block) for f in record.rule.fields}
+    record.rule.init(views, flat[start:end])
+    for f in record.rule.fields:
+        if f.name == "hi":
+            put(record.slabs["hi"], start - ranges.hi_start, views["hi"], fresh=True)
+        elif owned:
+            put(record.slabs[f.name], (start - ranges.state_start) // f.block, views[f.name], fresh=True)
 
 
 def assemble(group: ParamGroup, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:

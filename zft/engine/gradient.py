@@ -18,6 +18,7 @@ from zft.engine.update import CHUNK_NUMEL
 from zft.optim.norm import sumsq_blocks
 from zft.tiers.cpu import aligned_empty
 from zft.tiers.device import Event
+from zft.tiers.nvme import wait_all
 from zft.tiers.slab import Traffic
 
 
@@ -186,7 +187,14 @@ class Gradients:
         if slab.resident:
             slab.tensor.copy_(shard)
         else:
-            slab.write(0, shard).result()
+            # through aligned host memory: a reduced shard may lie anywhere, and on a GPU
+            pieces, buffers = _pieces(shard.numel())
+            writes = []
+            for i, (start, end) in enumerate(pieces):
+                if i >= 2:
+                    writes[i - 2].result()
+                writes.append(slab.write(start, buffers[i % 2][: end - start].copy_(shard[start:end])))
+            wait_all(writes)
         group.parked = True
 
     def _add_parked(self, group: ParamGroup, shard: torch.Tensor) -> None:
@@ -198,8 +206,7 @@ class Gradients:
         if slab.resident:
             shard.add_(slab.tensor.to(shard.device))
             return
-        pieces = [(start, min(start + CHUNK_NUMEL, shard.numel())) for start in range(0, shard.numel(), CHUNK_NUMEL)]
-        buffers = [aligned_empty(CHUNK_NUMEL * 4).view(torch.float32) for _ in range(min(2, len(pieces)))]
+        pieces, buffers = _pieces(shard.numel())
         reads = [slab.read(start, buffers[i % 2][: end - start]) for i, (start, end) in enumerate(pieces[:2])]
         for i, (start, end) in enumerate(pieces):
             reads[i].result()
@@ -207,3 +214,10 @@ class Gradients:
             if i + 2 < len(pieces):
                 first, last = pieces[i + 2]
                 reads.append(slab.read(first, buffers[i % 2][: last - first]))
+
+
+def _pieces(numel: int) -> tuple[list[tuple[int, int]], list[torch.Tensor]]:
+    """([start, end) of each piece, two page-aligned float32 host buffers to take turns)."""
+    pieces = [(start, min(start + CHUNK_NUMEL, numel)) for start in range(0, numel, CHUNK_NUMEL)]
+    largest = min(CHUNK_NUMEL, numel)
+    return pieces, [aligned_empty(largest * 4).view(torch.float32) for _ in pieces[:2]]
