@@ -62,7 +62,7 @@ def main(run: RunConfig, resume: bool = False) -> int:
     # engine: streams the weights to where they live
     with folder.opened(run, resume, world):
         engine = Engine(model, run.engine, source, world)
-    say(f"{trained_numel(model) / 1e6:.0f} M parameters: {describe(run.engine)}; {total_steps} steps; {folder.path}")
+    say(f"{trained_numel(model):,} parameters to train; {describe(run.engine)}; {total_steps} steps; {folder.path}")
 
     # train
     job = Job(run, engine, loader, world, folder, evaluator(prepared, run, world, engine))

@@ -36,7 +36,7 @@ class RunFolder:
 
     @property
     def is_exported(self) -> bool:
-        return (self.export / "config.json").is_file()
+        return any((self.export / name).is_file() for name in ("config.json", "adapter_config.json"))
 
     @property
     def is_empty(self) -> bool:
