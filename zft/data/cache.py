@@ -31,11 +31,11 @@ def cache_key(
 
 def _tokenizer_state(tokenizer) -> list:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    state = backend.to_str() if backend is not None else repr(tokenizer)
-    # padding and truncation are set by calls and don't change the tokens
-    if backend is not None:
-        parsed = json.loads(state)
-        parsed.pop("padding", None)
-        parsed.pop("truncation", None)
-        state = json.dumps(parsed, sort_keys=True)
+    if backend is None:
+        state = repr(tokenizer)
+    else:
+        # left over from earlier calls; every call sets its own
+        backend.no_padding()
+        backend.no_truncation()
+        state = backend.to_str()
     return [type(tokenizer).__name__, hashlib.blake2b(state.encode()).hexdigest(), dict(tokenizer.special_tokens_map)]
