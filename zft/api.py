@@ -23,7 +23,8 @@ from zft.checkpoint.adapter import export_adapter, is_adapter
 from zft.checkpoint.hf import base_dtype, export_folder
 from zft.checkpoint.merge import merged_units, plain_model
 from zft.checkpoint.names import base_model
-from zft.checkpoint.sharded import Content, load_checkpoint, save_checkpoint
+from zft.checkpoint.restore import load_checkpoint
+from zft.checkpoint.sharded import Content, Saving
 from zft.dist import World
 from zft.engine.fill import fill_record
 from zft.engine.parts import Anatomy, Parts
@@ -77,7 +78,7 @@ class Engine:
         self.config = config = checked(config)
         self.world = world or World.from_env(config.compute_device, config.shard_ranks, config.timeout_s)
         self.model, self.source_folder, self.tokenizer = model, getattr(source, "folder", None), None
-        self.source = source
+        self.source, self.saving = source, None
         held = {} if source is not None else {name: p.detach() for name, p in model.named_parameters()}
         self._load_buffers(source)
         self.parts = Parts(model, anatomy_of(model, config), config, self.world, _objective(model, config), record)
@@ -202,19 +203,37 @@ class Engine:
             yield names, trained
         yield [name for name, _ in persistent_buffers(self.model)], {}
 
-    def save(self, folder: str | Path, train_state: dict | None = None) -> None:
+    def save(self, folder: str | Path, train_state: dict | None = None, wait: bool = True) -> None:
         """Write everything that training goes on from as checkpoint `folder`, one bounded buffer at a time. Collective.
 
-        train_state: plain data (what json holds) that `load` gives back. Frozen weights are stored only if they have no
-        base model to come from again. A checkpoint of that name is replaced; it or its successor is whole at any moment.
-        Raises ZftError where `folder` is something else, OSError where the disk fails, on all ranks.
+        train_state: plain data (what json holds) that `load` gives back. wait False: only begin; the next step computes
+        meanwhile, its updates wait where they must, and `finish_save` completes the checkpoint. Frozen weights are stored
+        only if they have no base model to come from again. A checkpoint of that name is replaced; it or its successor is
+        whole at any moment. Raises ZftError where `folder` is something else, OSError where the disk fails, on all ranks.
         """
-        self.drain()
+        self.finish_save()
+        self.stepper.check_usable()
         facts = {"precision": str(self.parts.plan.precision), "stage": self.config.stage, "ranks": self.world.size}
         buffers = dict(persistent_buffers(self.model))
         content = Content({**self.stepper.counters(), **facts}, train_state or {}, buffers, self.source is None)
-        save_checkpoint(Path(folder), self.parts, content)
-        self.parts.traffic.take()
+        self.saving = Saving(Path(folder), self.parts, content)
+        if wait:
+            self.saving.copy()
+            self.finish_save()
+        else:
+            self.saving.start()
+
+    def finish_save(self, wait: bool = True) -> bool:
+        """Complete a checkpoint that was begun with `wait=False`: True if it has got its name by this call. Collective.
+
+        wait False: only if every rank has copied its state. Raises what went wrong with it, on all ranks.
+        """
+        saving = self.saving
+        if saving is None or not (wait or all(row[0] for row in self.world.gather_ints([int(saving.is_copied)]))):
+            return False
+        self.saving = None
+        saving.finish()
+        return True
 
     def load(self, folder: str | Path) -> dict:
         """Go on from a checkpoint, saved at any world size, stage and placement. Collective; returns its train_state.
@@ -222,6 +241,7 @@ class Engine:
         Raises zft.checkpoint.manifest.DamagedCheckpoint, or ZftError naming what differs from this engine; both before
         anything is changed.
         """
+        self.finish_save()
         manifest = load_checkpoint(Path(folder), self.parts, dict(persistent_buffers(self.model)))
         self.stepper.restore_counters(manifest.engine)
         self.parts.traffic.take()
@@ -234,7 +254,9 @@ class Engine:
         return {"host_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "device": device, "nvme": nvme}
 
     def close(self) -> None:
-        """Stop threads and remove files. Pending updates are dropped: save or export before."""
+        """Stop threads and remove files. Pending updates and an unfinished save are dropped: save or export before."""
+        if self.saving is not None:
+            self.saving.abandon()
         self.parts.close()
 
     def __enter__(self) -> Engine:

@@ -32,7 +32,7 @@ class FakeEngine:
 
     def __init__(self, bad_steps=()):
         self.weight, self.step_count, self.attempts, self.bad_steps = 0.0, 0, 0, bad_steps
-        self.before_step = lambda attempt: None
+        self.before_step, self.saving = lambda attempt: None, False
 
     def step(self, micro_batches, lr):
         self.attempts += 1
@@ -48,10 +48,16 @@ class FakeEngine:
     def peak_bytes(self):
         return {"host_rss": 1, "device": 2, "nvme": 3}
 
-    def save(self, folder: Path, train_state: dict) -> None:
+    def save(self, folder: Path, train_state: dict, wait: bool = True) -> None:
+        assert not wait and not self.saving, "saved while the next step runs, one at a time"
         folder.mkdir(parents=True)
+        self.saving = True
         mine = {"weight": self.weight, "step_count": self.step_count, "attempts": self.attempts}
         (folder / "manifest.json").write_text(Manifest({}, {}, mine, train_state).to_json())
+
+    def finish_save(self, wait: bool = True) -> bool:
+        was, self.saving = self.saving, False
+        return was
 
     def load(self, folder: Path) -> dict:
         saved = Manifest.read(folder)

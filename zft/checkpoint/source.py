@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from zft.checkpoint.manifest import DamagedCheckpoint, Manifest
-from zft.checkpoint.sharded import VALUE, ShardFiles
+from zft.checkpoint.restore import ShardFiles
+from zft.checkpoint.sharded import VALUE
 from zft.models.tensorfile import DTYPES
 from zft.optim.torch_update import load_weights
 from zft.precision import Field

@@ -30,6 +30,7 @@ class Gradients:
     ):
         self.records, self.world, self.config = records, world, config
         self.updater, self.streams, self.record = fetcher.updater, fetcher.streams, fetcher.record
+        self.guard = fetcher.guard
         self.traffic: Traffic = self.updater.traffic
         self.folder = None
         trained = [r for g, r in records.items() if g.trainable]
@@ -167,8 +168,9 @@ class Gradients:
                     f"the gradient of {group.name} is not finite at step {self.immediate.step}; "
                     "engine.nonfinite=skip leaves such a step out"
                 )
-            started = time.perf_counter()
             now = self.immediate
+            self.guard.before_update(group, now.step)
+            started = time.perf_counter()
             pending = Pending(now.step, now.lr, now.grad_scale, tuple(group.used))
             first = record.ranges.state_start - record.ranges.grad_start
             self.updater.run(record, pending, grad=buffer[first : first + record.ranges.state_numel])

@@ -6,7 +6,9 @@ weights in the staging buffer: they are not read a second time.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,9 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from zft.config import Tier
+from zft.engine.guard import CopyGuard
 from zft.engine.pool import BufferPool, PinnedMemory, maker
 from zft.engine.record import Record
-from zft.engine.unit import ParamGroup, Unit
+from zft.engine.unit import ParamGroup, Pending, Unit
 from zft.engine.update import Updater
 from zft.tiers.device import Event, Streams
 from zft.tiers.slab import Traffic
@@ -53,6 +56,10 @@ class Fetcher:
         self.device = BufferPool(max(sizes, default=0), maker(streams.device)) if streams.is_cuda else None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="zft-fetch")
         self.waiting: dict[Unit, Future] = {}
+        self.failed: BaseException | None = None
+        self.guard = CopyGuard()
+        self.locks: dict[ParamGroup, threading.Lock] = defaultdict(threading.Lock)
+        """A group's update is run by whoever needs it first: a fetch, or a save in the background."""
 
     def prefetch(self, unit: Unit | None) -> None:
         """Start fetching a unit, unless it is on its way or needs no fetching."""
@@ -85,13 +92,31 @@ class Fetcher:
         pending = group.pending
         if pending is None:
             return False
+        self.guard.before_update(group, pending.step)
+        with self.locks[group]:
+            if group.pending is None:
+                return False
+            self._update(group, group.pending, hi_out)
+            return True
+
+    def apply_until(self, group: ParamGroup, step: int) -> None:
+        """Run the group's pending update if it is of a step up to `step`; from any thread."""
+        with self.locks[group]:
+            if group.pending is not None and group.pending.step <= step:
+                self._update(group, group.pending, None)
+
+    def _update(self, group: ParamGroup, pending: Pending, hi_out: torch.Tensor | None) -> None:
         started = time.perf_counter()
-        self.updater.run(self.records[group], pending, hi_out=hi_out)
-        group.pending, group.outdated = None, group.flat is not None
         record = self.records[group]
+        try:
+            self.updater.run(record, pending, hi_out=hi_out)
+        except BaseException as error:  # part of the record is updated, part is not
+            self.failed = error
+            raise
+        group.outdated = group.flat is not None
         group.stale = not group.replicated and record.ranges.hi_numel != record.ranges.state_numel
+        group.pending = None  # last: who sees none finds the rest in order
         self.record("update", group.name, started, time.perf_counter())
-        return True
 
     def close(self) -> None:
         self.thread.shutdown(wait=True)

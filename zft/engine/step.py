@@ -79,7 +79,7 @@ class Stepper:
     def step(self, micro_batches: list[dict[str, torch.Tensor]], lr: float | None, loss_fn: LossFn | None) -> StepResult:
         """See Engine.step."""
         parts, started = self.parts, time.perf_counter()
-        self._check_usable()
+        self.check_usable()
         lr = self.config.optim.lr if lr is None else lr
         parts.updater.traffic.take()
         parts.model.train()
@@ -101,7 +101,7 @@ class Stepper:
     def evaluate(self, micro_batches: list[dict[str, torch.Tensor]]) -> EvalResult:
         """See Engine.evaluate."""
         parts = self.parts
-        self._check_usable()
+        self.check_usable()
         self.drain()
         was_training = parts.model.training
         parts.model.eval()
@@ -124,7 +124,7 @@ class Stepper:
 
     def drain(self) -> None:
         """Run every pending update, so that the weights are those after the last step."""
-        self._check_usable()
+        self.check_usable()
         try:
             self.parts.fetcher.settle()
             for group in self.parts.records:
@@ -311,11 +311,12 @@ class Stepper:
                 self.parts.sharder.reshard(leftovers)
             self.parts.sharder.unshard(leftovers)
 
-    def _check_usable(self) -> None:
-        if self.broken is not None:
+    def check_usable(self) -> None:
+        broken = self.broken or self.parts.fetcher.failed
+        if broken is not None:
             raise RuntimeError(
-                f"this engine stopped in the middle of an update ({self.broken}); resume from the last checkpoint"
-            ) from self.broken
+                f"this engine stopped in the middle of an update ({broken}); resume from the last checkpoint"
+            ) from broken
 
     def _recover(self, error: BaseException) -> None:
         """Leave the engine ready for a clean step: nothing half unsharded, no gradients, pending updates still pending."""

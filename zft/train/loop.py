@@ -5,8 +5,8 @@ All that changes is in TrainState, so that a resumed run goes on as if it had no
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -88,16 +88,19 @@ def fit(job: Job, total_steps: int, resume: bool = False) -> Outcome:
     saved_step = state.step if resume else None
     main = job.world.is_main
     metrics = Metrics(job.folder.metrics, job.run.track, to_tree(job.run)) if main else None
-    with StopRequest() as stop, Progress(last_step, state.step) if main else nullcontext() as progress:
+    shown = Progress(last_step, state.step) if main else nullcontext()
+    with StopRequest() as stop, shown as progress, _begun_saves_end(job):
         while state.step < last_step and not _any_rank(job.world, stop.received):
             row = _step(job)
             if main:
                 metrics.log(row)
                 progress.show(row)
+            settle(job, wait=False)
             if train.save_every and state.step % train.save_every == 0:
                 saved_step = save(job)
         if saved_step != state.step:
             save(job)
+        settle(job)
     if main:
         metrics.close()
     if state.is_finished:
@@ -116,16 +119,35 @@ def ended_early(job: Job, outcome: Outcome) -> int:
 
 
 def save(job: Job) -> int:
-    """A checkpoint of this step; older ones go. Returns the step."""
-    state, folder = job.state, job.folder.checkpoints
+    """Begin a checkpoint of this step; it is written while the next steps run, and `settle` completes it. Returns the step."""
+    settle(job)
+    state = job.state
     state.loader = job.loader.state_dict()
     earlier = [row for row in state.saved if row[0] != state.step]
     state.saved = [*earlier, [state.step, state.eval_loss if state.eval_step == state.step else None]]
-    job.engine.save(checkpoints.step_folder(folder, state.step), state.to_dict())
-    with together(job.world):
-        kept = checkpoints.prune(folder, state.saved, job.run.train.keep) if job.world.is_main else None
-    state.saved = job.world.broadcast_object(kept)
+    job.engine.save(checkpoints.step_folder(job.folder.checkpoints, state.step), state.to_dict(), wait=False)
     return state.step
+
+
+def settle(job: Job, wait: bool = True) -> None:
+    """Complete the checkpoint that was begun, if it is copied (or wait for that); then older ones go."""
+    if not job.engine.finish_save(wait):
+        return
+    with together(job.world):
+        main = job.world.is_main
+        kept = checkpoints.prune(job.folder.checkpoints, job.state.saved, job.run.train.keep) if main else None
+    job.state.saved = job.world.broadcast_object(kept)
+
+
+@contextmanager
+def _begun_saves_end(job: Job) -> Iterator[None]:
+    """A step that fails does not take the checkpoint with it that was being written meanwhile."""
+    try:
+        yield
+    except Exception:
+        with suppress(Exception):  # the first error says more
+            job.engine.finish_save()
+        raise
 
 
 def _step(job: Job) -> StepMetrics:
