@@ -63,7 +63,7 @@ def train(folder: Path, *overrides: str, resume: bool = False, steps: int = STEP
     out = RunFolder(run.out)
     with out.opened(run, resume, world):
         pass
-    engine = Engine(tiny_model("llama", attention_dropout=0.1), run.engine, world=world)
+    engine = Engine(tiny_model("llama", attention_dropout=0.1, num_hidden_layers=1), run.engine, world=world)
     with engine:
         fit(Job(run, engine, Shuffled(world.rank, world.size), world, out), steps, resume)
         return {"losses": losses(out.path), "weights": digest(engine), "steps": checkpoints.steps(out.checkpoints)}
