@@ -68,7 +68,11 @@ def trl_seconds(rows: list[dict], tokenizer, folder: Path) -> tuple[float, int, 
     )  # fmt: skip
     trainer = Timed(LlamaForCausalLM(config), options, train_dataset=data, processing_class=tokenizer)
     packs = trainer.train_dataset
-    masks = packs["completion_mask"] if "completion_mask" in packs.column_names else [[label != -100 for label in row] for row in packs["labels"]]
+    masks = (
+        packs["completion_mask"]
+        if "completion_mask" in packs.column_names
+        else [[label != -100 for label in row] for row in packs["labels"]]
+    )
     return seconds[0], sum(map(len, packs["input_ids"])), sum(map(sum, masks))
 
 

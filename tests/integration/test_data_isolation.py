@@ -1,4 +1,4 @@
-"""Packed and separate losses of every family on eager and sdpa: equal where packing is allowed, and refused elsewhere."""
+"""Packed and separate losses of every family on eager and sdpa: equal where packing is allowed, refused elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def ce_sum(model, batch: dict[str, torch.Tensor]) -> float:
     with torch.no_grad():
         logits = model(**inputs, use_cache=False).logits.double()
     labels = batch["labels"][:, 1:].reshape(-1)
-    return cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels, ignore_index=-100, reduction="sum").item()
+    return cross_entropy(
+        logits[:, :-1].reshape(-1, logits.shape[-1]), labels, ignore_index=-100, reduction="sum"
+    ).item()
 
 
 def losses(model) -> dict[str, float]:
@@ -99,7 +101,12 @@ def test_loader_batches_of_packed_conversations(tmp_path):
     path = tmp_path / "rows.jsonl"
     words = ["a b", "c d e", "f", "g h a c", "b b", "d a e i o u"]
     rows = [
-        {"messages": [{"role": "user", "content": words[n % 6]}, {"role": "assistant", "content": words[(n * 5 + 1) % 6]}]}
+        {
+            "messages": [
+                {"role": "user", "content": words[n % 6]},
+                {"role": "assistant", "content": words[(n * 5 + 1) % 6]},
+            ]
+        }
         for n in range(23)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -123,7 +130,9 @@ def test_packing_is_refused_or_laid_flat_by_the_model(tmp_path):
     path.write_text('{"text": "a b c"}\n{"text": "d e"}\n')
     tokenizer = tiny_tokenizer(100)
     prepared = prepare(str(path), tokenizer, DataOptions(pack=True), seq_len=16)
-    with pytest.raises(ZftError, match=r"data_options.pack=true: OPTForCausalLM can't keep rows apart .*set it to false"):
+    with pytest.raises(
+        ZftError, match=r"data_options.pack=true: OPTForCausalLM can't keep rows apart .*set it to false"
+    ):
         prepared.keep_apart(tiny_model("opt"))
     prepare(str(path), tokenizer, seq_len=16).keep_apart(tiny_model("opt"))
     model, loader = tiny_model("llama"), prepared.loader(0, 1, 4, 1, 1)

@@ -15,8 +15,8 @@ SEQ_LEN = 2048
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not here")
 HEAD = (
     "You may call one or more functions to assist with the user query.\n\nYou are provided with function signatures "
-    "within <tools></tools> XML tags:\n<tools>\n{}\n</tools>\n\nFor each function call, return a json object with function "
-    "name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
+    "within <tools></tools> XML tags:\n<tools>\n{}\n</tools>\n\nFor each function call, return a json object with "
+    "function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
     '{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
 )
 
@@ -103,7 +103,9 @@ def slow_numbers(name: str, tokenizer) -> dict:
             mask = [False] * len(ids)
             for number, message in enumerate(messages):
                 if message["role"] == "assistant":
-                    before = tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True, tokenize=False)
+                    before = tokenizer.apply_chat_template(
+                        messages[:number], add_generation_prompt=True, tokenize=False
+                    )
                     upto = tokenizer.apply_chat_template(messages[: number + 1], return_dict=False)
                     assert ids[: len(upto)] == upto
                     first = max(0, len(tokenizer(before, add_special_tokens=False)["input_ids"]) - 4)

@@ -19,7 +19,12 @@ pytestmark = pytest.mark.slow
 
 def rows(count: int) -> list[dict]:
     return [
-        {"messages": [{"role": "user", "content": f"the a of {n}"}, {"role": "assistant", "content": "and to " * (n % 9 + 1)}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"the a of {n}"},
+                {"role": "assistant", "content": "and to " * (n % 9 + 1)},
+            ]
+        }
         for n in range(count)
     ]
 

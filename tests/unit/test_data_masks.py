@@ -166,7 +166,7 @@ def test_generation_tags_are_used_and_take_in_the_end_of_turn(tmp_path):
 def test_a_template_that_can_not_be_masked_is_named(tmp_path):
     tokenizer = bpe_tokenizer("chatml")
     # the prompt for an answer differs from what the conversation shows there
-    odd = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}\n{% endfor %}{% if add_generation_prompt %}GO{% endif %}"
+    odd = "{% for m in messages %}{{ m['role'] + m['content'] }}\n{% endfor %}{% if add_generation_prompt %}G{% endif %}"
     path = tmp_path / "odd.jinja"
     path.write_text(odd)
     rows = write(tmp_path, [{"messages": CHAT}])
@@ -211,7 +211,9 @@ def test_a_template_without_end_of_turn_gets_eos(tmp_path):
     tokenizer = bpe_tokenizer("chatml")
     bare = "{% for m in messages %}{{ '### ' + m['role'] + ':\\n' + m['content'] + '\\n' }}{% endfor %}" \
         "{% if add_generation_prompt %}{{ '### assistant:\\n' }}{% endif %}"  # fmt: skip
-    prepared = prepare(write(tmp_path, [{"messages": CHAT[:2]}]), tokenizer, DataOptions(chat_template=bare), seq_len=512)
+    prepared = prepare(
+        write(tmp_path, [{"messages": CHAT[:2]}]), tokenizer, DataOptions(chat_template=bare), seq_len=512
+    )
     assert targets(prepared, tokenizer) == "of and\n<|im_end|>"
     assert any("EOS appended" in note for note in prepared.report.notes)
 

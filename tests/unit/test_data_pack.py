@@ -94,6 +94,7 @@ def test_grouping_by_length_keeps_every_item_and_saves_padding(count, seed):
     grouped = group_by_length(order, lengths, seed, 0)
     assert sorted(grouped.tolist()) == list(range(count))
     if count >= 1024:
+
         def padding(order):
             rows = lengths[order[: count // 8 * 8]].reshape(-1, 8)
             return (rows.max(1, keepdims=True) - rows).sum()
@@ -163,7 +164,9 @@ def test_every_row_once_an_epoch_at_any_world_size(file, world, pack):
     items = len(prepared.epochs.items)
     per_epoch = -(-items // (4 * world))
     assert len(seen) == 2 * per_epoch == prepared.loader(0, world, 2, 2, 2).total_steps
-    assert [len(step) for step in seen[:per_epoch]] == [4 * world] * (per_epoch - 1) + [items - 4 * world * (per_epoch - 1)]
+    assert [len(step) for step in seen[:per_epoch]] == [4 * world] * (per_epoch - 1) + [
+        items - 4 * world * (per_epoch - 1)
+    ]
     assert sum(tokens) == 2 * prepared.report.supervised_tokens
     # the items come in the same order at any world size
     loader, drawn = prepared.loader(0, world, 2, 2, 2), []

@@ -11,8 +11,7 @@ import pytest
 
 from tests.fixtures.data.tokenizers import bpe_tokenizer
 from zft.config import ZftError
-from zft.data import DataOptions, OnError, Truncate, prepare
-from zft.data import prepare as prepare_function
+from zft.data import DataOptions, OnError, Truncate, prepare, tokenize
 from zft.data import store as store_module
 
 WORDS = "the a of and to in is that it was for on are as with his they at be this".split()
@@ -33,7 +32,12 @@ def chats(count: int, prompt: int = 3, answer: int = 6) -> list[dict]:
         return " ".join(WORDS[(n + i) % 20] for i in range(words)) + f" {n}"
 
     return [
-        {"messages": [{"role": "user", "content": text(n, prompt)}, {"role": "assistant", "content": text(n + 1, answer)}]}
+        {
+            "messages": [
+                {"role": "user", "content": text(n, prompt)},
+                {"role": "assistant", "content": text(n + 1, answer)},
+            ]
+        }
         for n in range(count)
     ]
 
@@ -84,7 +88,9 @@ def test_rows_without_a_target_left(tmp_path, tokenizer):
     report = prepare(path, tokenizer, seq_len=40).report
     assert report.rows == 5 and report.dropped == {"no target within seq_len": 3} and report.cut == 0
     path = write(tmp_path / "long.jsonl", chats(3, prompt=60))
-    with pytest.raises(ZftError, match=r"no supervised token: of 3 rows, 3 no target within seq_len .*raise train.seq_len"):
+    with pytest.raises(
+        ZftError, match=r"no supervised token: of 3 rows, 3 no target within seq_len .*raise train.seq_len"
+    ):
         prepare(path, tokenizer, seq_len=40)
     rows = chats(2)
     for row in rows:
@@ -100,7 +106,9 @@ def test_token_ids_outside_the_embedding(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", chats(3))
     highest = int(prepare(path, tokenizer, seq_len=64).epochs.store._ids.max())
     prepare(path, tokenizer, seq_len=64, vocab_size=highest + 1)
-    with pytest.raises(ZftError, match=rf"rows.jsonl:\d: token outside the embedding: id {highest}, .* has {highest} rows"):
+    with pytest.raises(
+        ZftError, match=rf"rows.jsonl:\d: token outside the embedding: id {highest}, .* has {highest} rows"
+    ):
         prepare(path, tokenizer, seq_len=64, vocab_size=highest)
 
 
@@ -149,8 +157,8 @@ def test_mixtures(tmp_path, tokenizer):
 def test_cache_is_used_and_never_stale(tmp_path, tokenizer, monkeypatch):
     path = write(tmp_path / "rows.jsonl", chats(5))
     cache, written = tmp_path / "cache", []
-    real = prepare_function.__globals__["_write"]
-    monkeypatch.setitem(prepare_function.__globals__, "_write", lambda *a: written.append(1) or real(*a))
+    real = tokenize._write
+    monkeypatch.setattr(tokenize, "_write", lambda *a: written.append(1) or real(*a))
 
     def run(count: int, tokenizer=tokenizer, data=path, seq_len=64, **options) -> object:
         written.clear()
@@ -217,7 +225,9 @@ def test_report(tmp_path, tokenizer):
     for low, high, count in prepared.report.histogram:
         assert count == ((store.lengths >= low) & (store.lengths <= high)).sum()
     assert "".join(part["text"] for part in facts["sample"]) == tokenizer.decode(store.ids(0))
-    assert [p["text"] for p in facts["sample"] if p["supervised"]] == [chats(1)[0]["messages"][1]["content"] + "<|im_end|>"]
+    assert [p["text"] for p in facts["sample"] if p["supervised"]] == [
+        chats(1)[0]["messages"][1]["content"] + "<|im_end|>"
+    ]
 
 
 def test_report_on_a_terminal_and_as_a_page(tmp_path, tokenizer):

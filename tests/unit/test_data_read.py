@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fixtures.data.tokenizers import bpe_tokenizer
 from zft.config import ZftError
-from zft.data import DataOptions, OnError, prepare
-from zft.data import json_stream, read, sources
+from zft.data import DataOptions, OnError, json_stream, prepare, read, sources
 from zft.data.errors import RowError
 from zft.data.read import read_file
 from zft.data.sources import find_sources
-from tests.fixtures.data.tokenizers import bpe_tokenizer
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),

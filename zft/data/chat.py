@@ -15,10 +15,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from zft.config import ZftError
+from zft.data.adapt import adapt
 from zft.data.errors import RowError
 from zft.data.formats import Example
 from zft.data.options import DataOptions, TrainOn
-from zft.data.template import Template, hermes_call, hermes_tools, resolve_template
+from zft.data.template import Template, resolve_template
 
 
 @dataclass
@@ -66,8 +67,8 @@ class Renderer:
             )
         if example.turns.trailing:
             self.notes["rows: turns after the last answer left out"] += 1
-        messages, tools = self._adapt(example)
-        full = self._render(messages, tools)
+        messages, tools = adapt(example, self.template, self.options.fold_system, self.notes)
+        full = self.template.render(messages, tools)
         if self.options.train_on is TrainOn.all:
             return [Rendering(full, [(0, len(full))], example.where)]
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
@@ -79,52 +80,6 @@ class Renderer:
         if self.template.tracks(bool(tools)):
             return [self._tracked(messages, tools, turns, wanted, example.where)]
         return self._by_prefix(messages, tools, wanted, full, example.where)
-
-    # --- what the template can't express is written into the text, by stated rules
-
-    def _adapt(self, example: Example) -> tuple[list[dict], list[dict] | None]:
-        messages, tools = example.turns.messages, example.tools
-        template, has_tools = self.template, bool(tools)
-        if any(m.get("reasoning_content") for m in messages):
-            if not template.mentions(has_tools, "reasoning_content", "thinking"):
-                self.notes["rows: reasoning written as <think>…</think>, the template has no place for it"] += 1
-                messages = [_inline_reasoning(message) for message in messages]
-            elif not template.mentions(has_tools, "reasoning_content"):
-                messages = [_alias_thinking(message) for message in messages]
-        speaks = template.mentions(has_tools, "tool_calls")
-        listed = tools and not template.mentions(True, "tools")
-        if listed or (not speaks and any("tool_calls" in m or m["role"] == "tool" for m in messages)):
-            self.notes["rows: tools and calls written as text (Hermes), the template has no place for them"] += 1
-        if not speaks:
-            messages = [_inline_calls(message) for message in messages]
-            messages = _join_tool_results(messages)
-        if listed:
-            head = messages[0]["content"] + "\n\n" if messages[0]["role"] == "system" else ""
-            rest = messages[1:] if messages[0]["role"] == "system" else messages
-            messages, tools = [{"role": "system", "content": head + hermes_tools(tools)}, *rest], None
-        if messages[0]["role"] == "system":
-            messages = self._accept_system(messages, tools)
-        return messages, tools
-
-    def _accept_system(self, messages: list[dict], tools: list[dict] | None) -> list[dict]:
-        """A template may refuse a system turn, or leave it out without a word."""
-        system = messages[0]["content"].strip()
-        try:
-            shown = system in self.template.render(messages[:2], tools)
-            reason = f"{self.name} leaves the system turn out"
-        except RowError as error:
-            self.template.render(messages[1:2], tools)  # refuses for another reason: that one is the row's error
-            shown, reason = False, error.detail
-        if shown:
-            return messages
-        if not self.options.fold_system:
-            raise RowError("system turn refused", f"{reason}; data_options.fold_system=true puts it into the user's turn")
-        self.notes["rows: system turn folded into the first user turn"] += 1
-        first = messages[1]
-        return [{**first, "content": f"{system}\n\n{first['content']}"}, *messages[2:]]
-
-    def _render(self, messages: list[dict], tools: list[dict] | None, prompt: bool = False) -> str:
-        return self.template.render(messages, tools, prompt)
 
     # --- targets
 
@@ -166,17 +121,17 @@ class Renderer:
             # [Note: rewritten turns]
             self.notes["sequences added for turns that the template rewrites later"] += 1
             upto, pending = rewritten[-1] + 1, rewritten
-            full = self._render(messages[:upto], tools)
+            full = self.template.render(messages[:upto], tools)
 
     def _span(self, messages: list[dict], tools, turn: int, full: str) -> tuple[int, int] | None:
         """Where `full` shows the answer of `turn` as it was generated; None when it shows something else."""
-        prompt = self._render(messages[:turn], tools, prompt=True)
+        prompt = self.template.render(messages[:turn], tools, prompt=True)
         if not full.startswith(prompt):
             return None
         start = len(prompt)
         if turn + 1 == len(messages):
             return start, self._trim(full, start, len(full))
-        done = self._render(messages[: turn + 1], tools)
+        done = self.template.render(messages[: turn + 1], tools)
         end = self._border(done, full)
         if end < start or self._special_re.sub("", done[end:]).strip():
             return None
@@ -212,47 +167,6 @@ class Renderer:
             return False
         end = rendering.spans[-1][1]  # a marked range may take in the white space that follows the token
         return self._ends_special(rendering.text, len(rendering.text[:end].rstrip()))
-
-
-def _inline_reasoning(message: dict) -> dict:
-    reasoning = message.get("reasoning_content")
-    if not reasoning:
-        return message
-    rest = {key: value for key, value in message.items() if key != "reasoning_content"}
-    return {**rest, "content": f"<think>\n{reasoning}\n</think>\n\n{message['content']}"}
-
-
-def _alias_thinking(message: dict) -> dict:
-    if not message.get("reasoning_content"):
-        return message
-    return {**message, "thinking": message["reasoning_content"]}
-
-
-def _inline_calls(message: dict) -> dict:
-    if "tool_calls" not in message:
-        return message
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    text = message["content"]
-    gap = "" if not text or text.endswith("\n") else "\n"
-    return {**rest, "content": text + gap + "\n".join(map(hermes_call, message["tool_calls"]))}
-
-
-def _join_tool_results(messages: list[dict]) -> list[dict]:
-    """Tool results as user turns; several in a row, and a user turn after them, become one."""
-    out: list[dict] = []
-    for message in messages:
-        if message["role"] == "tool":
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-        elif message["role"] == "user" and out and out[-1].get("results"):
-            text = message["content"]
-        else:
-            out.append(message)
-            continue
-        if out and out[-1].get("results"):
-            out[-1] = {**out[-1], "content": out[-1]["content"] + "\n" + text}
-        else:
-            out.append({"role": "user", "content": text, "results": True})
-    return [{key: value for key, value in message.items() if key != "results"} for message in out]
 
 
 def _common_prefix(a: str, b: str) -> int:

@@ -1,6 +1,6 @@
 """Steps of micro-batches from tokenized sequences; its position is state.
 
-    (seed, epoch) → order of items → groups of one step → micro-batches → this rank's share → tensors
+(seed, epoch) → order of items → groups of one step → micro-batches → this rank's share → tensors
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Epochs:
 class Loader:
     """Yields the micro-batches of this rank, one optimizer step at a time.
 
-    A step takes micro_batch_size × grad_accum_steps × world items off the epoch's order. The last step of an epoch takes
+    A step takes micro_batch_size × grad_accum_steps × world items off the epoch's order. The last of an epoch takes
     what is left: ranks may then get fewer micro-batches, or none. The position counts items of the whole step, so it
     means the same at any world size.
     """

@@ -31,7 +31,9 @@ class Turns:
 def read_turns(items: object, column: str) -> Turns:
     """Normalise a list of messages. Raises RowError for anything that is no message."""
     if not isinstance(items, list):
-        raise RowError("not a conversation", f"column {column} has to be a list of messages, got {shorten(repr(items))}")
+        raise RowError(
+            "not a conversation", f"column {column} has to be a list of messages, got {shorten(repr(items))}"
+        )
     messages, trained = [], []
     for number, item in enumerate(items, 1):
         message, weight = read_message(item, f"message {number}")

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from zft.config import ZftError
-from zft.data.cache import cache_key
 from zft.data.chat import Renderer
-from zft.data.errors import RowError
-from zft.data.formats import Row, check_columns, detect
+from zft.data.formats import check_columns
 from zft.data.isolation import packing_problem
 from zft.data.loader import Epochs, Loader
 from zft.data.options import DataOptions, Format, OnError, TrainOn, Truncate
 from zft.data.order import shuffled
 from zft.data.pack import Items, best_fit, join, one_each
 from zft.data.report import DataReport, decode_segments, histogram, length_facts
-from zft.data.rows import Chunk, Done, Limits, chunks, run_chunks
-from zft.data.sources import Source, find_sources
-from zft.data.store import Store, StoreWriter, open_store
+from zft.data.rows import Limits
+from zft.data.sources import Source
+from zft.data.store import Store
+from zft.data.tokenize import Job, tokenize
 
 _SAMPLES = 8  # decoded sequences that a report keeps
 _RULES = {
     Format.text: "plain text: every token is a target",
     Format.preference: "preference pairs: trained on the prompt with the chosen answer, rejected answers are not used",
     Format.unpaired: "unpaired preferences: trained on the rows labelled good",
-    Format.prompt_completion: "prompt and completion are plain text where they are strings: no chat template is applied",
+    Format.prompt_completion: "prompt and completion that are strings are plain text: no chat template is applied",
 }
 
 
@@ -64,24 +61,13 @@ class Prepared:
             return
         if problem := packing_problem(model):
             key = "pack" if self.epochs.packed else "padding_free"
-            raise ZftError(f"data_options.{key}=true: {type(model).__name__} can't keep rows apart ({problem}); set it to false")
+            raise ZftError(
+                f"data_options.{key}=true: {type(model).__name__} can't keep rows apart ({problem}); set it to false"
+            )
         if str(model.config._attn_implementation).startswith(("flash", "kernels")):
             self.epochs.padding_free = True
         if self.eval:
             self.eval.keep_apart(model)
-
-
-@dataclass
-class _Job:
-    """The arguments of `prepare` that most steps need."""
-
-    tokenizer: object
-    options: DataOptions
-    limits: Limits
-    seed: int
-    pack: bool
-    cache_dir: Path | None
-    progress: Callable[[int], None] | None
 
 
 def prepare(
@@ -107,15 +93,15 @@ def prepare(
         options = replace(options, train_on=TrainOn.all)
     pack = method == "pretrain" if options.pack is None else options.pack
     limits = Limits(seq_len, method == "pretrain", vocab_size)
-    job = _Job(tokenizer, options, limits, seed, pack, Path(cache_dir) if cache_dir else None, progress)
+    job = Job(tokenizer, options, limits, seed, pack, Path(cache_dir) if cache_dir else None, progress)
     renderer = Renderer(tokenizer, options)
     if options.chat_template is not None:
         tokenizer.chat_template = renderer.source  # what is trained with is what is exported
-    store, key, sources = _tokenize(data, job, renderer)
+    store, key, sources = tokenize(data, job, renderer)
     train, held = _split(store, options.eval_share, seed)
     prepared = _prepared(store, train, key, sources, job, renderer)
     if eval_data is not None:
-        store, key, sources = _tokenize(eval_data, job, renderer)
+        store, key, sources = tokenize(eval_data, job, renderer)
         prepared.eval = _prepared(store, np.arange(len(store)), key, sources, job, renderer)
     elif len(held):
         prepared.eval = _prepared(store, held, key, [replace(s, weight=None) for s in sources], job, renderer)
@@ -136,110 +122,6 @@ def _with_enums(options: DataOptions) -> DataOptions:
     return replace(options, **found)
 
 
-def _tokenize(data: str | list, job: _Job, renderer: Renderer) -> tuple[Store, str, list[Source]]:
-    sources = find_sources(data, job.options)
-    limits = [job.limits.seq_len, job.limits.split_documents, job.limits.vocab_size]
-    key = cache_key(sources, job.options, job.tokenizer, renderer.source, limits)
-    place = job.cache_dir / key if job.cache_dir and key else None
-    store = open_store(place) if place and place.exists() else None
-    if store is None:
-        writer = StoreWriter(place)
-        try:
-            store = writer.finish(_write(writer, sources, job))
-        except BaseException:
-            writer.abandon()
-            raise
-    if not store.targets.any():
-        raise ZftError(_nothing_left(data, store.meta, job))
-    return store, key or _fingerprint(store), sources
-
-
-def _nothing_left(data: str | list, meta: dict, job: _Job) -> str:
-    why = ", ".join(f"{count} {reason}" for reason, count in meta["dropped"].items()) or "no rows"
-    hint = "raise train.seq_len or change data_options.truncate" if "seq_len" in why else "check data and data_options"
-    hint = f"for one, {meta['example']}" if meta["example"] else hint
-    names = ", ".join(s.path for s in find_sources(data, job.options))
-    return f"data: {names} has no supervised token: of {meta['read']} rows, {why} (seq_len {job.limits.seq_len}); {hint}"
-
-
-def _fingerprint(store: Store) -> str:
-    return hashlib.blake2b(store.ends.tobytes() + store.targets.tobytes(), digest_size=20).hexdigest()
-
-
-def _write(writer: StoreWriter, sources: list[Source], job: _Job) -> dict:
-    """Tokenize all sources into `writer`; returns what the report needs beyond the arrays."""
-    forms: dict[int, Format] = {}
-    dropped, notes = Counter(), Counter()
-    read, cut, example = 0, 0, ""
-    stops: Counter = Counter()
-
-    def work() -> Iterator[Chunk]:
-        for number, source in enumerate(sources):
-            records = itertools.islice(source.records(job.options), job.options.max_rows)
-            form, records = _detect(records, source, job.options)
-            forms[number] = form
-            yield from chunks(records, number, form)
-
-    for chunk, rows, chunk_notes in run_chunks(work(), job.tokenizer, job.options, job.limits):
-        notes.update(chunk_notes)
-        for done in rows:
-            if done.error is not None:
-                _refuse(done, job.options)
-                dropped[done.error.kind] += 1
-                example = example or f"{done.where}: {done.error}"
-            elif done.dropped is not None:
-                dropped[done.dropped] += 1
-            for ids, mask in done.sequences:
-                writer.append(ids, mask, read, chunk.source)
-                if not done.cut:
-                    stops[int(ids[np.flatnonzero(mask)[-1]])] += 1
-            cut += done.cut
-            read += 1
-        if job.progress:
-            job.progress(read)
-    return {
-        "read": read,
-        "cut": cut,
-        "dropped": dict(dropped),
-        "example": example,
-        "formats": [str(forms[number]) for number in sorted(forms)],
-        "notes": [note for source in sources for note in source.notes] + _describe(notes),
-        "stops": [token for token, _ in stops.most_common(4) if token in job.tokenizer.all_special_ids],
-    }
-
-
-def _describe(notes: Counter) -> list[str]:
-    return [f"{count} {text}" for text, count in sorted(notes.items()) if count]
-
-
-def _refuse(done: Done, options: DataOptions) -> None:
-    if done.error.fatal or options.on_error is OnError.raise_:
-        hint = "" if done.error.fatal else " (data_options.on_error=skip leaves such rows out)"
-        raise ZftError(f"data: {done.where}: {done.error}{hint}")
-
-
-def _detect(records: Iterator, source: Source, options: DataOptions) -> tuple[Format, Iterator]:
-    """The format of a source, by its first readable row; and all of its records, that one included."""
-    if options.format is not Format.auto:
-        return options.format, records
-    seen = []
-    for record in records:
-        seen.append(record)
-        if record.error is None:
-            try:
-                return detect(Row(record.row, options.columns)), itertools.chain(seen, records)
-            except RowError as error:
-                raise ZftError(f"data: {record.where}: {error}") from error
-        if record.error.fatal or options.on_error is OnError.raise_:
-            raise ZftError(f"data: {record.where}: {record.error}")
-        if len(seen) > 1000:
-            break
-    if seen:
-        raise ZftError(f"data: {source.path}: none of its first {len(seen)} rows can be read; {seen[0].where}: "
-                       f"{seen[0].error}")  # fmt: skip
-    raise ZftError(f"data: {source.path} holds no rows")
-
-
 def _split(store: Store, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Sequence numbers for training and for evaluation; all sequences of a row stay together."""
     every = np.arange(len(store))
@@ -258,7 +140,7 @@ def _split(store: Store, share: float, seed: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _prepared(
-    store: Store, sequences: np.ndarray, key: str, sources: list[Source], job: _Job, renderer: Renderer
+    store: Store, sequences: np.ndarray, key: str, sources: list[Source], job: Job, renderer: Renderer
 ) -> Prepared:
     options, weights = job.options, [source.weight for source in sources]
     items, counts = _items(store, sequences, len(sources), job)
@@ -276,10 +158,12 @@ def _prepared(
         fingerprint=hashlib.blake2b(json.dumps(state).encode(), digest_size=12).hexdigest(),
     )  # fmt: skip
     uses_chat = any(form not in ("text", "prompt_completion") for form in store.meta["formats"])
-    return Prepared(report, epochs, renderer.source if uses_chat or options.chat_template else None, store.meta["stops"])
+    return Prepared(
+        report, epochs, renderer.source if uses_chat or options.chat_template else None, store.meta["stops"]
+    )
 
 
-def _items(store: Store, sequences: np.ndarray, sources: int, job: _Job) -> tuple[Items, list[int]]:
+def _items(store: Store, sequences: np.ndarray, sources: int, job: Job) -> tuple[Items, list[int]]:
     """Items grouped by source (packs don't mix sources, so that weights hold), and how many each source has."""
     parts = []
     for source in range(sources):
@@ -288,7 +172,7 @@ def _items(store: Store, sequences: np.ndarray, sources: int, job: _Job) -> tupl
     return join(parts), [len(part) for part in parts]
 
 
-def _report(store: Store, sequences: np.ndarray, job: _Job, items: int) -> DataReport:
+def _report(store: Store, sequences: np.ndarray, job: Job, items: int) -> DataReport:
     lengths, meta = store.lengths[sequences], store.meta
     samples = sequences[np.linspace(0, len(sequences) - 1, min(_SAMPLES, len(sequences))).astype(int)]
     notes = [_RULES[Format(form)] for form in dict.fromkeys(meta["formats"]) if Format(form) in _RULES]

@@ -122,7 +122,7 @@ def _load_hub(name: str, options: DataOptions):
         text = shorten(error, 160)
         if any(word in text.lower() for word in ("gated", "401", "403")):
             raise ZftError(
-                f"data: {name} is gated: accept the licence on its page on the Hub, then `hf auth login` or set HF_TOKEN"
+                f"data: {name} is gated: accept the licence on its Hub page, then `hf auth login` or set HF_TOKEN"
             ) from error
         raise ZftError(
             f"data: {name} is no local path, and reading it from the Hub failed ({type(error).__name__}: {text}); "

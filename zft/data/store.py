@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-
 KEPT = 24
 """Stores that a cache folder keeps: those used last."""
 
@@ -111,7 +110,7 @@ def open_store(place: Path) -> Store | None:
 
 
 def _evict(cache: Path) -> None:
-    """Remove the stores that were not used for longest. Who has one open keeps reading it: its map outlives the name."""
+    """Remove the stores that were not used for longest. An open one stays readable: its map outlives the name."""
     stores = sorted((p for p in cache.iterdir() if (p / "meta.json").exists() and p.name[0] != "."), key=_used)
     for place in stores[:-KEPT]:
         shutil.rmtree(place, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -16,7 +15,7 @@ _CHATML = (
 
 
 def chatml(tokenizer) -> str:
-    """ChatML for a base model. A turn ends with <|im_end|> where the tokenizer has it as one token, else with its EOS."""
+    """ChatML for a base model. A turn ends with <|im_end|> where that is one token, else with EOS."""
     known = tokenizer.convert_tokens_to_ids("<|im_end|>")
     if known is not None and known != tokenizer.unk_token_id:
         return _CHATML.replace("END", "<|im_end|>")
@@ -95,20 +94,3 @@ class Template:
         except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             roles = ",".join(message["role"] for message in messages)
             raise RowError("refused by the template", f"{self.name}: {shorten(error, 100)} (roles {roles})") from error
-
-
-def hermes_tools(tools: list[dict]) -> str:
-    """Tool definitions as a system text, for templates that don't know tools (Hermes' and Qwen's convention)."""
-    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return (
-        "You may call one or more functions to assist with the user query.\n\n"
-        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{listed}\n</tools>\n\n"
-        "For each function call, return a json object with function name and arguments within "
-        "<tool_call></tool_call> XML tags:\n<tool_call>\n"
-        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
-    )
-
-
-def hermes_call(call: dict) -> str:
-    """A call as text."""
-    return f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
