@@ -60,7 +60,7 @@ class Backward:
         light = is_plain_embedding(unit)
         if not light:
             self.sharder.unshard(unit)
-        self.fetcher.prefetch(next((v.unit for v in reversed(remaining) if not is_plain_embedding(v.unit)), None))
+        self.fetcher.prefetch(next((v.unit for v in reversed(remaining) if v.entries and not is_plain_embedding(v.unit)), None))
         started = time.perf_counter()
         self.gradients.open(groups)
         for entry in visit.entries:
