@@ -31,6 +31,7 @@ from zft.engine.parts import Anatomy, Parts
 from zft.engine.step import EvalResult, LossFn, Stepper, StepResult
 from zft.engine.stream import group_tensors
 from zft.models.loss import HeadLoss, aux_loss, shift_labels
+from zft.models.nf4 import NF4
 from zft.precision import resolve_precision
 
 __all__ = ["SGD", "AdamW", "Engine", "EngineConfig", "EvalResult", "Lion", "StepResult", "World"]
@@ -340,7 +341,7 @@ def checked(config: EngineConfig) -> EngineConfig:
 def anatomy_of(model: nn.Module, config: EngineConfig) -> Anatomy:
     """What the engine must know of a transformers (or plain) model."""
     ends = [getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
-    inner = base_model(model)
+    inner, quantized = base_model(model), getattr(model, "_quantized_names", frozenset())
     main = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dim() > 1), torch.float32)
     wide = {name for name, p in model.named_parameters() if p.dtype == torch.float32 and main != torch.float32}
     return Anatomy(
@@ -348,6 +349,7 @@ def anatomy_of(model: nn.Module, config: EngineConfig) -> Anatomy:
         embedding=ends[0],
         head=ends[1],
         sideways=list(_recorded(inner)),
+        codec=lambda name: NF4 if name in quantized else None,
         arguments=frozenset(inspect.signature(inner.forward).parameters),
         keep_float32=wide.__contains__,
     )

@@ -21,6 +21,9 @@ def fill_record(record: Record, weights: Iterable[tuple[str, torch.Tensor]]) -> 
     """
     group, ranges = record.group, record.ranges
     flat = assemble(group, weights)
+    if group.codec is not None:
+        put_field(record, "hi", _encoded(record, flat[ranges.hi_start : ranges.hi_start + ranges.hi_numel]))
+        return
     if record.rule is None or (flat.dtype == group.hi_dtype and "master" not in record.slabs):
         put_field(record, "hi", flat[ranges.hi_start : ranges.hi_start + ranges.hi_numel].to(group.hi_dtype))
         return  # hi is the exact master: the rest of the record is zeros, as its slabs are from the start
@@ -44,14 +47,21 @@ def _init_chunk(record: Record, flat: torch.Tensor, start: int, end: int) -> Non
             put(record.slabs[f.name], (start - ranges.state_start) // f.block, views[f.name], fresh=True)
 
 
+def _encoded(record: Record, own: torch.Tensor) -> torch.Tensor:
+    blob = aligned_empty(record.hi_entries)
+    record.group.codec.encode(own, blob)
+    return blob
+
+
 def assemble(group: ParamGroup, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
     """[padded_numel] of all parameters, zeros between them: hi's dtype where nothing is lost by it, else float32."""
     flat, spans = None, {span.name: span for span in group.layout.spans}
+    narrow = group.hi_dtype if group.codec is None else torch.bfloat16
     for name, tensor in weights:
         span = spans.pop(name)
         assert tuple(tensor.shape) == span.shape, f"{name} has shape {tuple(tensor.shape)}, its place has {span.shape}"
         if flat is None:
-            dtype = group.hi_dtype if tensor.dtype == group.hi_dtype else torch.float32
+            dtype = narrow if tensor.dtype == narrow else torch.float32
             flat = aligned_empty(group.layout.padded_numel * dtype.itemsize).view(dtype).zero_()
         elif flat.dtype != torch.float32 and tensor.dtype != flat.dtype:
             flat = flat.float()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zft.engine.layout import FlatLayout
-from zft.engine.unit import ParamGroup, Unit
+from zft.engine.unit import Codec, ParamGroup, Unit
 
 LARGE_NUMEL = 8_000_000
 """A leftover module with more elements than this becomes a unit."""
@@ -18,11 +18,11 @@ NORM_NAMES = ("norm", "ln_", "layernorm", "layer_norm", "ln1", "ln2")
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """How groups are made: over how many ranks, and the two dtypes of a parameter."""
+    """How groups are made: over how many ranks, and the two dtypes of a parameter with its codec at rest."""
 
     ranks: int
-    dtypes: Callable[[str, nn.Parameter], tuple[torch.dtype, torch.dtype]]
-    """(fqn, parameter) -> (hi dtype, compute dtype)."""
+    dtypes: Callable[[str, nn.Parameter], tuple[torch.dtype, torch.dtype, Codec | None]]
+    """(fqn, parameter) -> (hi dtype, compute dtype, codec)."""
 
 
 def unit_modules(model: nn.Module, no_split: Sequence[str], ends: Sequence[nn.Module | None]) -> list[tuple[str, nn.Module]]:
@@ -65,13 +65,13 @@ def build_units(model: nn.Module, modules: list[tuple[str, nn.Module]], spec: Gr
 
 
 def _groups(unit: str, model: nn.Module, parameters, sites, spec: GroupSpec):
-    """[(group, its original parameters)], one for each (dtypes, requires_grad)."""
+    """[(group, its original parameters)], one for each (dtypes, codec, requires_grad)."""
     keyed: dict[tuple, list] = {}
     for fqn, parameter in parameters:
         keyed.setdefault((*spec.dtypes(fqn, parameter), parameter.requires_grad), []).append((fqn, parameter))
     norms = {id(p) for m in model.modules() if is_norm(m) for p in m._parameters.values() if p is not None}
     made = []
-    for number, ((hi, compute, trainable), members) in enumerate(keyed.items()):
+    for number, ((hi, compute, codec, trainable), members) in enumerate(keyed.items()):
         rows = [(fqn, tuple(p.shape), decays(fqn, p, norms)) for fqn, p in members]
         group = ParamGroup(
             name=f"{unit}#{number}",
@@ -81,6 +81,7 @@ def _groups(unit: str, model: nn.Module, parameters, sites, spec: GroupSpec):
             replicated=unit == "leftovers",
             hi_dtype=hi,
             compute_dtype=compute,
+            codec=codec,
         )
         made.append((group, [p for _, p in members]))
     return made

@@ -18,7 +18,7 @@ from zft.engine.partition import GroupSpec, build_units, unit_modules
 from zft.engine.pool import PinnedMemory
 from zft.engine.record import Memory, Ranges, Record
 from zft.engine.schedule import Fetcher, Order
-from zft.engine.unit import ParamGroup, Unit
+from zft.engine.unit import Codec, ParamGroup, Unit
 from zft.engine.unshard import Sharder
 from zft.engine.update import Updater
 from zft.optim.rules import make_rule
@@ -41,6 +41,8 @@ class Anatomy:
     """(module, output index) pairs that the model's recorder takes tensors from."""
     keep_float32: Callable[[str], bool] = field(default=lambda _name: False)
     """Parameter names that the model wants in float32."""
+    codec: Callable[[str], Codec | None] = field(default=lambda _name: None)
+    """How frozen parameters are quantized at rest, by name."""
     arguments: frozenset[str] = frozenset()
     """Names that the model's forward takes."""
 
@@ -120,13 +122,16 @@ class Parts:
         return folder
 
 
-def group_dtypes(plan: PrecisionPlan, anatomy: Anatomy) -> Callable[[str, nn.Parameter], tuple[torch.dtype, torch.dtype]]:
-    """(fqn, parameter) -> (hi dtype, compute dtype), for zft.engine.partition."""
+def group_dtypes(plan: PrecisionPlan, anatomy: Anatomy) -> Callable:
+    """(fqn, parameter) -> (hi dtype, compute dtype, codec), for zft.engine.partition."""
 
-    def dtypes(name: str, parameter: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
+    def dtypes(name: str, parameter: nn.Parameter) -> tuple[torch.dtype, torch.dtype, Codec | None]:
+        codec = None if parameter.requires_grad else anatomy.codec(name)
+        if codec is not None:
+            return torch.uint8, plan.compute_dtype, codec
         if anatomy.keep_float32(name):
-            return torch.float32, torch.float32
-        return plan.hi_dtype, plan.compute_dtype
+            return torch.float32, torch.float32, None
+        return plan.hi_dtype, plan.compute_dtype, None
 
     return dtypes
 

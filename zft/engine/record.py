@@ -64,9 +64,14 @@ class Record:
         self.group, self.rule, self.ranges, self.grad_dtype = group, rule, ranges, grad_dtype
         self.slabs: dict[str, Slab] = {}
 
+    @property
+    def hi_entries(self) -> int:
+        """Entries of `hi` that this rank keeps."""
+        return self.group.entries(self.ranges.hi_numel)
+
     def fields(self) -> list[tuple[str, torch.dtype, int]]:
         """(name, dtype, elements) of everything this rank keeps, in record order."""
-        rows = [("hi", self.group.hi_dtype, self.ranges.hi_numel)]
+        rows = [("hi", self.group.hi_dtype, self.hi_entries)]
         if self.rule is not None:
             state = self.ranges.state_numel
             rows += [(f.name, f.dtype, state // f.block) for f in self.rule.fields if f.name != "hi"]

@@ -51,7 +51,7 @@ class Fetcher:
     ):
         self.records, self.updater, self.streams, self.record = records, updater, streams, record
         self.traffic: Traffic = updater.traffic
-        sizes = [r.ranges.hi_numel * r.group.hi_dtype.itemsize for r in records.values()]
+        sizes = [r.hi_entries * r.group.hi_dtype.itemsize for r in records.values()]
         self.host = BufferPool(max(sizes, default=0), pinned)
         self.device = BufferPool(max(sizes, default=0), maker(streams.device)) if streams.is_cuda else None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="zft-fetch")
@@ -135,12 +135,12 @@ class Fetcher:
         record = self.records[group]
         slab = record.slabs["hi"]
         if slab.tier is not Tier.device:
-            self.traffic.add("h2d", record.ranges.hi_numel * group.hi_dtype.itemsize)
+            self.traffic.add("h2d", record.hi_entries * group.hi_dtype.itemsize)
         if slab.resident:
             self.apply(group)
             return self._upload(slab.tensor) if not self._resident(group) else Staged(slab.tensor, Event(), None)
         started = time.perf_counter()
-        buffer = self.host.acquire(record.ranges.hi_numel, group.hi_dtype)
+        buffer = self.host.acquire(record.hi_entries, group.hi_dtype)
         updates_all = group.pending is not None and record.ranges.hi_numel == record.ranges.state_numel
         if not self.apply(group, hi_out=buffer) or not updates_all:
             slab.read(0, buffer).result()

@@ -30,8 +30,12 @@ def full_group(record: Record, world: World, master: bool) -> torch.Tensor:
 
 def own_weights(record: Record, master: bool) -> torch.Tensor:
     """This rank's part on the CPU: of the state's range as float32 masters, or of hi's (state's range where that is known
-    to be current)."""
+    to be current). Quantized weights come back in float32."""
     ranges = record.ranges
+    if record.group.codec is not None:
+        out = aligned_empty(ranges.hi_numel * 4).view(torch.float32)
+        record.group.codec.decode(_whole(record, "hi", 0, record.hi_entries), out)
+        return out
     if record.rule is None:
         return _whole(record, "hi", 0, ranges.hi_numel).to(torch.float32 if master else record.group.hi_dtype)
     dtype = torch.float32 if master else record.group.hi_dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -31,6 +32,14 @@ class Pending:
     used: tuple[bool, ...]
 
 
+class Codec(Protocol):
+    """How frozen weights lie at rest in fewer bytes (zft/models/nf4.py): `hi` is then a blob of uint8."""
+
+    def nbytes(self, numel: int) -> int: ...
+    def encode(self, values: torch.Tensor, blob: torch.Tensor) -> None: ...
+    def decode(self, blob: torch.Tensor, out: torch.Tensor) -> None: ...
+
+
 @dataclass(eq=False)
 class ParamGroup:
     """Parameters of one unit with equal dtype and requires_grad: one flat buffer, one record, one collective."""
@@ -44,6 +53,8 @@ class ParamGroup:
     """True for the leftovers that stay unsharded on every rank."""
     hi_dtype: torch.dtype
     compute_dtype: torch.dtype
+    codec: Codec | None = None
+    """For a frozen group that is quantized at rest; hi_dtype is uint8."""
     live: list[nn.Parameter] = field(default_factory=list)
     meta: list[nn.Parameter] = field(default_factory=list)
     flat: torch.Tensor | None = None
@@ -71,6 +82,10 @@ class ParamGroup:
         if self.trainable:
             for index, parameter in enumerate(self.live):
                 parameter.register_post_accumulate_grad_hook(self._collector(index))
+
+    def entries(self, numel: int) -> int:
+        """Entries of hi_dtype that `numel` weights take at rest."""
+        return numel if self.codec is None else self.codec.nbytes(numel)
 
     def place_meta(self) -> None:
         """Hand the parameters over to the engine: the model keeps shapes only."""

@@ -21,7 +21,7 @@ class Sharder:
         groups = list(records)
         make = maker(world.device)
         self.slots = BufferPool(max((g.layout.padded_numel * g.compute_dtype.itemsize for g in groups), default=0), make)
-        self.gathered = BufferPool(max((g.layout.padded_numel * g.hi_dtype.itemsize for g in groups), default=0), make)
+        self.gathered = BufferPool(max((g.entries(g.layout.padded_numel) * g.hi_dtype.itemsize for g in groups), default=0), make)
         self.held: dict[ParamGroup, Staged] = {}
 
     def unshard(self, unit: Unit) -> None:
@@ -59,12 +59,22 @@ class Sharder:
             else:
                 staged.release(self.fetcher.streams.record())
             return full
-        flat = self.slots.acquire(full.numel(), group.compute_dtype)
-        flat.copy_(full)
+        flat = self.slots.acquire(group.layout.padded_numel, group.compute_dtype)
+        if group.codec is None:
+            flat.copy_(full)
+        else:
+            self._decode(group, full, flat)
         staged.release(self.fetcher.streams.record())
         if full is not staged.hi:
             self.gathered.release(full)
         return flat
+
+    def _decode(self, group: ParamGroup, full: torch.Tensor, flat: torch.Tensor) -> None:
+        """flat [padded_numel] <- the blobs of all shards, one behind the other."""
+        shard = self.records[group].ranges.hi_numel
+        blobs = full.split(group.entries(shard))
+        for blob, part in zip(blobs, flat.split(shard), strict=True):
+            group.codec.decode(blob, part)
 
     def force_reshard(self, unit: Unit) -> None:
         """After an error, whatever state the unit was left in."""
@@ -77,11 +87,11 @@ class Sharder:
         return group.stale or self.records[group].ranges.hi_numel != group.layout.padded_numel
 
     def _gather(self, group: ParamGroup, staged: Staged) -> torch.Tensor:
-        """[padded_numel] hi of all shards."""
+        """hi of all shards, [padded_numel] or as many blobs as shards."""
         if not self._needs_gather(group):
             return staged.hi
         ranges = self.records[group].ranges
-        full = self.gathered.acquire(group.layout.padded_numel, group.hi_dtype)
+        full = self.gathered.acquire(group.entries(group.layout.padded_numel), group.hi_dtype)
         if not group.stale or ranges.hi_numel != group.layout.padded_numel:
             self.world.gather_shards(full, staged.hi)
             return full

@@ -16,7 +16,7 @@ from torch import nn
 
 from zft.config import Method, MethodConfig, ZftError
 from zft.models.adapter_weights import ADAPTER, AdapterFile, AdapterWeights
-from zft.models.targets import ALL_LINEAR, adaptable_modules, find_targets, linear_layers, linear_types, matches
+from zft.models.targets import ALL_LINEAR, adaptable_modules, find_targets, endings, linear_layers, linear_types, matches
 
 INITS = {"default": True, "gaussian": "gaussian"}
 """First values of A and B, by their name in `method.init`; none of them looks at the base's weights."""
@@ -44,8 +44,10 @@ def attach_adapter(
             warnings.simplefilter("ignore")  # of what was looked at here already: Conv1D, tied weights
             wrapped = get_peft_model(model, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
     except (ValueError, KeyError, NotImplementedError) as error:
-        raise ZftError(f"this adapter can't be put on {type(model).__name__}: {' '.join(str(error).split())[:300]}") from error
+        raise ZftError(_why_not(model, error)) from error
     _check_variants(wrapped)
+    if method.name is Method.qlora:
+        wrapped._quantized_names = quantizable(wrapped)  # read by the engine's façade
     return wrapped.train(), AdapterWeights(wrapped, base, names, seed, saved)
 
 
@@ -124,6 +126,26 @@ def check_tied(model: nn.Module, config: Any) -> None:
                     f"{key} includes {hit[0]}, but {' and '.join(ends)} share one weight (tie_word_embeddings); "
                     "leave it out, or untie the model first"
                 )
+
+
+def _why_not(model: nn.Module, error: Exception) -> str:
+    reason = f"this adapter can't be put on {type(model).__name__}: {' '.join(str(error).split())[:240]}"
+    if "ParamWrapper" not in reason:
+        return reason
+    # PEFT knows LoRA on fused experts, but neither DoRA nor dropout
+    names = ",".join(endings(name for name in linear_layers(model) if "expert" not in name))
+    return f"{reason}; its experts are fused parameters: leave them out with method.targets=[{names}]"
+
+
+def quantizable(wrapped: Any) -> frozenset[str]:
+    """Names of the frozen weights that QLoRA quantizes: those of linear layers and stacks of experts, not the head's."""
+    ends = [end for end in (wrapped.get_input_embeddings(), wrapped.get_output_embeddings()) if end is not None]
+    kept = {id(p) for end in ends for p in end.parameters()}
+    linear = {id(m.weight) for m in wrapped.modules() if isinstance(m, linear_types())}
+    return frozenset(
+        name for name, p in wrapped.named_parameters()
+        if not p.requires_grad and id(p) not in kept and (id(p) in linear or p.dim() == 3)
+    )  # fmt: skip
 
 
 def _token_indices(model: nn.Module, ids: Sequence[int]) -> dict[str, list[int]] | None:
