@@ -78,10 +78,12 @@ class Backward:
     def _entry(self, unit: Unit, entry: Entry, tape: Tape) -> None:
         if self.gates.activation is Activation.none:
             pairs = entry.graph.pairs
-            _run(entry.graph.outputs, entry.outputs)
-            # a tensor that left sideways was cut from the rest of the unit: the rest has just added its own gradient
-            for tensor, slot in zip(reversed(entry.graph.sideways), reversed(entry.sideways), strict=True):
-                _run([tensor], [slot])
+            # a tensor that left sideways was cut from the rest of the unit, which adds its own gradient to the slot: walk the
+            # rest first. What lies before both is walked once for each
+            walks = [(entry.graph.outputs, entry.outputs)]
+            walks += [([t], [s]) for t, s in zip(reversed(entry.graph.sideways), reversed(entry.sideways), strict=True)]
+            for number, (tensors, slots) in enumerate(walks, 1):
+                _run(tensors, slots, keep=number < len(walks))
         else:
             outputs, pairs, sideways = self.gates.recompute(unit, entry)
             _run([*outputs, *sideways], [*entry.outputs, *entry.sideways])
@@ -99,11 +101,11 @@ def is_plain_embedding(unit: Unit) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
 
 
-def _run(tensors: list[torch.Tensor], slots: list) -> None:
+def _run(tensors: list[torch.Tensor], slots: list, keep: bool = False) -> None:
     assert len(tensors) == len(slots), "a unit returned another number of tensors when it ran again"
     due = [(t, s.gradient) for t, s in zip(tensors, slots, strict=True) if s and s.gradient is not None and t.requires_grad]
     if due:
-        torch.autograd.backward([t for t, _ in due], [g.to(t.dtype) for t, g in due])
+        torch.autograd.backward([t for t, _ in due], [g.to(t.dtype) for t, g in due], retain_graph=keep)
 
 
 def _embedding_backward(unit: Unit, entry: Entry) -> None:
