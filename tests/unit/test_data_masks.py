@@ -166,9 +166,9 @@ def test_generation_tags_are_used_and_take_in_the_end_of_turn(tmp_path):
 def test_a_template_that_can_not_be_masked_is_named(tmp_path):
     tokenizer = bpe_tokenizer("chatml")
     # the prompt for an answer differs from what the conversation shows there
-    odd = "{% for m in messages %}{{ m['role'] + m['content'] }}\n{% endfor %}{% if add_generation_prompt %}G{% endif %}"
+    bad = "{% for m in messages %}{{ m['role'] ~ m['content'] }}{% endfor %}{% if add_generation_prompt %}G{% endif %}"
     path = tmp_path / "odd.jinja"
-    path.write_text(odd)
+    path.write_text(bad)
     rows = write(tmp_path, [{"messages": CHAT}])
     with pytest.raises(ZftError, match=r"rows.jsonl:1: no answer range: .*odd.jinja.* turn \d is no prefix"):
         prepare(rows, tokenizer, DataOptions(chat_template=str(path)), seq_len=512)

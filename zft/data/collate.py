@@ -1,6 +1,6 @@
 """Sequences → one micro-batch of tensors.
 
-[Note: keeping packed documents apart] Packed micro-batches carry `position_ids` that restart at 0 with every document
+[Note: keeping packed documents apart] Packed micro-batches carry `position_ids` that restart at 0 with each document
 and no `attention_mask`: that is how transformers (masking_utils.find_packed_sequence_indices) tells documents and builds
 a block mask for eager, sdpa and flex attention. Flash attention reads the same position_ids, but of a single row only:
 `flat` lays the rows out one after the other. Padding is a document of its own.

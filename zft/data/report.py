@@ -125,7 +125,8 @@ def histogram(lengths: np.ndarray, bins: int = 12) -> list[tuple[int, int, int]]
     unit = 10 ** max(0, len(str(width)) - 2)
     width = -(-width // unit) * unit
     counts = np.bincount((lengths - 1).clip(0) // width, minlength=1)
-    return [(i * width + 1, (i + 1) * width, int(count)) for i, count in enumerate(counts)]
+    first = int(np.flatnonzero(counts)[0])
+    return [(i * width + 1, (i + 1) * width, int(count)) for i, count in enumerate(counts)][first:]
 
 
 def decode_segments(tokenizer, ids: np.ndarray, mask: np.ndarray) -> Segments:
