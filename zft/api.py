@@ -20,6 +20,7 @@ from torch import nn
 from zft.config import SGD, Activation, AdamW, EngineConfig, Lion, Method, MethodConfig, Nonfinite, Precision, Tier
 from zft.config import ZftError
 from zft.checkpoint.adapter import export_adapter, is_adapter
+from zft.checkpoint.base import fingerprint
 from zft.checkpoint.hf import base_dtype, export_folder
 from zft.checkpoint.merge import merged_units, plain_model
 from zft.checkpoint.names import base_model
@@ -79,7 +80,7 @@ class Engine:
         self.config = config = checked(config)
         self.world = world or World.from_env(config.compute_device, config.shard_ranks, config.timeout_s)
         self.model, self.source_folder, self.tokenizer = model, getattr(source, "folder", None), None
-        self.source, self.saving = source, None
+        self.source, self.saving, self._base = source, None, None
         held = {} if source is not None else {name: p.detach() for name, p in model.named_parameters()}
         self._load_buffers(source)
         self.parts = Parts(model, anatomy_of(model, config), config, self.world, _objective(model, config), record)
@@ -194,7 +195,7 @@ class Engine:
         )
 
     def _trained_units(self) -> Iterator[tuple[list[str], dict[str, torch.Tensor]]]:
-        """(names of all parameters, trained parameters in float32 on the CPU) of one unit at a time; buffers last. Collective."""
+        """(names of all parameters, trained parameters in float32 on the CPU) of one unit at a time. Collective."""
         self.drain()
         for unit in [*self.parts.units, self.parts.leftovers]:
             names = [span.name for group in unit.groups for span in group.layout.spans]
@@ -202,7 +203,6 @@ class Engine:
             for record in (self.parts.records[group] for group in unit.groups if group.trainable):
                 trained |= dict(group_tensors(record, self.world, master=True))
             yield names, trained
-        yield [name for name, _ in persistent_buffers(self.model)], {}
 
     def save(self, folder: str | Path, train_state: dict | None = None, wait: bool = True) -> None:
         """Write everything that training goes on from as checkpoint `folder`, one bounded buffer at a time. Collective.
@@ -216,6 +216,8 @@ class Engine:
         self.stepper.check_usable()
         facts = {"precision": str(self.parts.plan.precision), "stage": self.config.stage, "ranks": self.world.size}
         buffers = dict(persistent_buffers(self.model))
+        if self.source is not None and any(record.rule is None for record in self.parts.records.values()):
+            facts["base"] = self._base = self._base or fingerprint(self.source_folder)
         content = Content({**self.stepper.counters(), **facts}, train_state or {}, buffers, self.source is None)
         self.saving = Saving(Path(folder), self.parts, content)
         if wait:
@@ -243,7 +245,9 @@ class Engine:
         anything is changed.
         """
         self.finish_save()
-        manifest = load_checkpoint(Path(folder), self.parts, dict(persistent_buffers(self.model)))
+        manifest = load_checkpoint(
+            Path(folder), self.parts, dict(persistent_buffers(self.model)), base=lambda: fingerprint(self.source_folder)
+        )
         self.stepper.restore_counters(manifest.engine)
         self.parts.traffic.take()
         return manifest.train

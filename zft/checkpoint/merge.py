@@ -33,10 +33,11 @@ def merged_units(
 ) -> Iterator[dict[str, Tensor]]:
     """{name in the plain model: CPU tensor} of one unit at a time.
 
-    units: all parameter names of a unit in the PeftModel, and its trained tensors in float32. Raises ExportError for a
-    merged weight that is not finite.
+    units: all parameter names of a unit in the PeftModel, and its trained tensors in float32. The base's buffers come
+    last. Raises ExportError for a merged weight that is not finite.
     """
     dtypes = export_dtypes(plain, dtype)
+    buffers = [name for name, _ in plain.named_buffers() if name in dtypes]
     for names, trained in units:
         out = dict(weights.read_base([name for name in names if name not in trained]))
         for name, tensor in trained.items():
@@ -49,6 +50,8 @@ def merged_units(
                 raise ExportError(f"{name} is not finite after merging; the adapter or its scale is broken")
             out[name] = merged.to(dtypes.get(name, dtype))
         yield out
+    if buffers:
+        yield dict(weights.base.read(buffers))
 
 
 @torch.no_grad()

@@ -165,7 +165,7 @@ def adapter_keys(model: Any) -> dict[str, str]:
     from peft import get_peft_model_state_dict
 
     parameters = model.state_dict(keep_vars=True)
-    names = {id(p): name for name, p in parameters.items()}
+    names = {id(p): name for name, p in model.named_parameters()}  # tied ones under their first name
     saved = get_peft_model_state_dict(model, state_dict=parameters, adapter_name=ADAPTER, save_embedding_layers=False)
     return {names[id(tensor)]: key for key, tensor in saved.items()}
 
