@@ -187,3 +187,24 @@ def test_frozen_weights_are_stored_only_without_a_base(tmp_path, in_memory):
     with made(1) as second:
         second.load(tmp_path / "a")
         assert expected == {name: bits(tensor) for name, tensor in second.named_parameters()}
+
+
+def test_another_base_under_frozen_weights_is_named(tmp_path):
+    """The frozen layer would silently be another one."""
+    from tests.tiny import tiny_folder
+    from zft.dist import World
+    from zft.models.load import HubWeights, build_model
+
+    def made(folder: Path) -> Engine:
+        model = build_model(folder, torch.bfloat16)
+        source = HubWeights(folder, model)
+        model.model.layers[0].requires_grad_(False)
+        return Engine(model, EngineConfig(compute_device="cpu"), source, World.single("cpu"))
+
+    with made(tiny_folder("llama", tmp_path / "base")) as first:
+        first.save(tmp_path / "a")
+    with made(tmp_path / "base") as same:
+        same.load(tmp_path / "a")
+    with made(tiny_folder("llama", tmp_path / "other", seed=1)) as other:
+        with pytest.raises(ZftError, match="another base model: model.safetensors differs"):
+            other.load(tmp_path / "a")

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from zft.checkpoint.base import base_differs
 from zft.checkpoint.manifest import DamagedCheckpoint, Manifest, overlaps, tensor_key
 from zft.checkpoint.sharded import VALUE, field_names, kind_of, together
 from zft.config import ZftError
@@ -19,15 +21,19 @@ from zft.models.tensorfile import TensorFile
 from zft.precision import Field
 
 
-def load_checkpoint(folder: Path, parts: Parts, buffers: dict[str, torch.Tensor]) -> Manifest:
+def load_checkpoint(
+    folder: Path, parts: Parts, buffers: dict[str, torch.Tensor], base: Callable[[], dict[str, str]] = dict
+) -> Manifest:
     """Restore every record and the buffers, in place. Collective; the caller restores what the manifest says.
 
+    base: the fingerprint of the model that frozen weights have come from, asked for where the checkpoint has none of them.
     Raises DamagedCheckpoint or ZftError (it is of another model, precision or optimizer) before anything is changed.
     """
     world = parts.world
     manifest = together(world, lambda: Manifest.read(folder))
     _verify(folder, manifest, world)
     together(world, lambda: _check_fit(folder, manifest, parts, buffers))
+    together(world, lambda: _check_base(folder, manifest.engine.get("base"), base))
     parts.fetcher.settle()
     together(world, lambda: _restore(folder, manifest, parts, buffers))
     return manifest
@@ -78,6 +84,11 @@ def _check_fit(folder: Path, manifest: Manifest, parts: Parts, buffers: dict[str
             f"{folder} does not fit this engine: {'; '.join(differ[:3])}{more}; use the model, precision, optimizer and "
             "method that it was saved with"
         )
+
+
+def _check_base(folder: Path, then: dict[str, str] | None, base: Callable[[], dict[str, str]]) -> None:
+    if then and (name := base_differs(then, base())):
+        raise ZftError(f"{folder} was trained on another base model: {name} differs; give the model that it was trained on")
 
 
 def _restore(folder: Path, manifest: Manifest, parts: Parts, buffers: dict[str, torch.Tensor]) -> None:

@@ -59,7 +59,9 @@ class Saving:
     def __init__(self, folder: Path, parts: Parts, content: Content):
         self.folder, self.parts, self.content = folder, parts, content
         self.work, self.world = disk.work_folder(folder), parts.world
-        self.records = [r for r in parts.records.values() if r.rule is not None or content.with_frozen]
+        # quantized groups have come from a base model, and come from there again
+        with_frozen = [r for r in parts.records.values() if content.with_frozen and r.group.codec is None]
+        self.records = [r for r in parts.records.values() if r.rule is not None or r in with_frozen]
         self.buffers = {name: buffer.detach().cpu().clone().contiguous() for name, buffer in content.buffers.items()}
         self.stored: StoredFile | None = None
         self.error: Exception | None = None
