@@ -63,6 +63,8 @@ def restore(job: Job) -> None:
                 print(f"warning: {error}", flush=True)
             continue
         job.loader.load_state_dict(job.state.loader)
+        if job.world.is_main:
+            print(f"going on after step {job.state.step}, from {folder}", flush=True)
         break
     else:
         if found:
