@@ -155,3 +155,18 @@ def test_out_of_memory_names_a_setting(here):
     (here / "mine.py").write_text("def main(run, resume=False):\n    raise MemoryError\n")
     result = zft("run", "./mine.py", "model=model", "data=chats.jsonl", "out=new", cwd=here)
     assert result.returncode == 1 and "engine=zero3_nvme" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_push_of_what_is_no_export_is_wrong_input(here):
+    (here / "run").mkdir()
+    (here / "run" / "config.yaml").write_text("recipe: sft\n")
+    for folder, named in (("run", "zft resume run"), ("full", "full"), ("absent", "absent")):
+        result = zft("push", folder, "me/model", cwd=here)
+        assert result.returncode == 2 and named in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_a_push_that_fails_names_its_continuation(here):
+    """Port 9 of this machine: nobody answers."""
+    result = zft("push", "model", "me/model", "--private", cwd=here, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
+    assert result.stderr.rstrip().endswith("continue with: zft push model me/model --private")
