@@ -91,10 +91,11 @@ def rounded(master: torch.Tensor, precision: str) -> torch.Tensor:
 
 
 def _optimizer(masters: dict[str, nn.Parameter], optim: Optim) -> torch.optim.Optimizer:
-    # the tiny models' norms are vectors, so that the number of dimensions tells what decays
+    # the tiny models' norms are vectors
+    decaying = {n: p.dim() > 1 and not n.endswith("bias") for n, p in masters.items()}
     groups = [
-        {"params": [p for p in masters.values() if p.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in masters.values() if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for n, p in masters.items() if decaying[n]], "weight_decay": optim.weight_decay},
+        {"params": [p for n, p in masters.items() if not decaying[n]], "weight_decay": 0.0},
     ]
     if isinstance(optim, AdamW):
         return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)

@@ -1,13 +1,18 @@
 """The torch context of one micro-batch. torch keeps it per thread, coroutines share a thread: so it is swapped by hand.
 
-Grad mode, inference mode, autocast, the stacks of function and dispatch modes, and the random number stream.
+Grad mode, autocast, the stacks of function and dispatch modes and of saved-tensor hooks, and the random number stream.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+)
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch
@@ -25,6 +30,7 @@ class TorchContext:
     cache: bool
     function_modes: list
     dispatch_modes: list
+    saved_hooks: list
     rng_cpu: torch.Tensor
     rng_cuda: torch.Tensor | None
 
@@ -36,6 +42,7 @@ class TorchContext:
             torch.is_autocast_cache_enabled(),
             list(_get_current_function_mode_stack()),
             list(_get_current_dispatch_mode_stack()),
+            _saved_hooks(),
             torch.get_rng_state(),
             torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         )
@@ -44,6 +51,7 @@ class TorchContext:
         """Make this thread's state what it was when captured."""
         _restack(_get_current_function_mode_stack, _pop_mode, _push_mode, self.function_modes)
         _restack(_get_current_dispatch_mode_stack, _pop_dispatch, _push_dispatch, self.dispatch_modes)
+        _restack(_saved_hooks, _pop_saved_tensors_default_hooks, _push_pair, self.saved_hooks)
         torch.set_grad_enabled(self.grad)
         for name, (enabled, dtype) in zip(AUTOCAST_DEVICES, self.autocast, strict=True):
             torch.set_autocast_enabled(name, enabled)
@@ -60,9 +68,7 @@ class TorchContext:
         cuda = None
         if self.rng_cuda is not None:
             cuda = torch.Generator(device).manual_seed(stream_seed(seed, step, micro_batch)).get_state()
-        return TorchContext(
-            self.grad, self.autocast, self.cache, self.function_modes, self.dispatch_modes, generator.get_state(), cuda
-        )
+        return replace(self, rng_cpu=generator.get_state(), rng_cuda=cuda)
 
 
 def stream_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -76,9 +82,25 @@ def stream_seed(seed: int, step: int, micro_batch: int) -> int:
     return state >> 1
 
 
+def _saved_hooks() -> list[tuple]:
+    """The (pack, unpack) pairs in force, outermost first."""
+    pairs = []
+    while (pair := _top_saved_tensors_default_hooks(False)) is not None:
+        pairs.append(pair)
+        _pop_saved_tensors_default_hooks()
+    pairs.reverse()
+    for pair in pairs:
+        _push_saved_tensors_default_hooks(*pair)
+    return pairs
+
+
+def _push_pair(pair: tuple) -> None:
+    _push_saved_tensors_default_hooks(*pair)
+
+
 def _restack(current, pop, push, wanted: list) -> None:
     have = list(current())
-    if len(have) == len(wanted) and all(a is b for a, b in zip(have, wanted, strict=True)):
+    if have == wanted:
         return
     for _ in have:
         pop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -105,7 +105,9 @@ class Gates:
         if not torch.is_grad_enabled() or not (unit.trainable or any(t.requires_grad for t in tensors)):
             with torch.no_grad():
                 return self.inner[unit](*args, **kwargs)
-        entry = Entry.of(args, kwargs, TorchContext.capture(self.device), self.store)
+        # the model's own checkpointing hooks are for its own graph, not for the recompute's
+        context = replace(TorchContext.capture(self.device), saved_hooks=[])
+        entry = Entry.of(args, kwargs, context, self.store)
         self.visit.entries.append(entry)
         self.entry = entry
         try:

@@ -95,7 +95,7 @@ def decays(fqn: str, parameter: nn.Parameter, norms: set[int]) -> bool:
     """Weight decay is for matrices: not for norms (by module type or name) and not for biases and other vectors."""
     leaf = fqn.lower().rsplit(".", 2)[-2:]
     named_norm = any(part in leaf[0] for part in NORM_NAMES) if len(leaf) == 2 else False
-    return id(parameter) not in norms and not named_norm and parameter.dim() >= 2 and leaf[-1] != "bias"
+    return id(parameter) not in norms and not named_norm and parameter.dim() >= 2 and not leaf[-1].endswith("bias")
 
 
 def _large_leftovers(model: nn.Module, names: dict[str, nn.Module], chosen: set[str]) -> list[str]:
