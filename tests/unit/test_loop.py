@@ -50,7 +50,7 @@ class FakeEngine:
 
     def save(self, folder: Path, train_state: dict, wait: bool = True) -> None:
         assert not wait and not self.saving, "saved while the next step runs, one at a time"
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self.saving = True
         mine = {"weight": self.weight, "step_count": self.step_count, "attempts": self.attempts}
         (folder / "manifest.json").write_text(Manifest({}, {}, mine, train_state).to_json())
@@ -212,3 +212,32 @@ def test_evaluation_keeps_the_best_checkpoint(here):
     assert [row["eval_loss"] for row in read(made.folder.metrics)] == [3.0, 1.0, 2.0, 2.5, 2.6]
     assert checkpoints.steps(made.folder.checkpoints) == [2, 5]
     assert (made.state.best_step, made.state.best_loss) == (2, 1.0)
+
+
+def test_a_step_that_fails_leaves_the_checkpoint_that_was_being_written(here):
+    def fail(attempt: int) -> None:
+        if attempt == 3:
+            raise RuntimeError("out of something")
+
+    engine = FakeEngine()
+    engine.before_step = fail
+    made, total = job(config(here, "train.steps=5", "train.save_every=2"), engine)
+    with pytest.raises(RuntimeError, match="out of something"):
+        fit(made, total)
+    assert not engine.saving and checkpoints.steps(made.folder.checkpoints) == [2]
+
+
+def test_resuming_passes_over_damaged_checkpoints_and_says_so(here, capsys):
+    run = config(here, "train.steps=4", "train.save_every=1", "train.keep=9")
+    made, total = job(run)
+    fit(made, total)
+    (checkpoints.step_folder(made.folder.checkpoints, 4) / "manifest.json").write_text("{")
+    again, total = job(run)
+    assert fit(again, total, resume=True) is Outcome.finished and again.engine.attempts == 4
+    shown = capsys.readouterr().out
+    assert "warning: " in shown and "step-00000004" in shown and "going on after step 3" in shown
+    for step in (1, 2, 3, 4):
+        (checkpoints.step_folder(made.folder.checkpoints, step) / "manifest.json").unlink()
+    again, total = job(run)
+    with pytest.raises(ZftError, match="no checkpoint in .* is whole; start a new run"):
+        fit(again, total, resume=True)

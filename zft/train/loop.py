@@ -147,8 +147,9 @@ def _begun_saves_end(job: Job) -> Iterator[None]:
     try:
         yield
     except Exception:
-        with suppress(Exception):  # the first error says more
-            job.engine.finish_save()
+        if job.world.size == 1:  # several ranks are no longer in step
+            with suppress(Exception):  # the first error says more
+                job.engine.finish_save()
         raise
 
 
