@@ -20,10 +20,14 @@ from zft.data import prepare
 from zft.dist import World
 from zft.models.hub import cache_dir, resolve_model
 from zft.models.load import load_config, load_tokenizer
-from zft.tiers.plan import describe
+from zft.observe.trace import Trace
+from zft.plan.choose import describe
+from zft.train.about import keep_about
 from zft.train.folder import RunFolder
 from zft.train.loop import Job, Outcome, ended_early, evaluator, fit
-from zft.train.setup import facts, make_loader, placed, structure, together, trained_numel
+from zft.train.setup import (
+    facts, keep_plan, make_loader, placed, planned_and_measured, structure, together, trained_numel,
+)  # fmt: skip
 
 CONFIG = "sft"
 """The file of configs/ that `zft run` composes for this recipe."""
@@ -57,15 +61,19 @@ def main(run: RunConfig, resume: bool = False) -> int:
         # model: its structure only; and where its state will live
         model, source = structure(run, base, tokenizer, world)
         prepared.keep_apart(base_model(model))
-        run = placed(run, model, world)
+        run, plan = placed(run, model, world, prepared.report)
 
     # engine: streams the weights to where they live
+    trace = Trace()
     with folder.opened(run, resume, world):
-        engine = Engine(model, run.engine, source, world)
+        engine = Engine(model, run.engine, source, world, trace.add)
+        if world.is_main:
+            keep_about(run, model, prepared.report, total_steps)
+        keep_plan(plan, folder)
     say(f"{trained_numel(model):,} parameters to train; {describe(run.engine)}; {total_steps} steps; {folder.path}")
 
     # train
-    job = Job(run, engine, loader, world, folder, evaluator(prepared, run, world, engine))
+    job = Job(run, engine, loader, world, folder, evaluator(prepared, run, world, engine), trace=trace)
     outcome = fit(job, total_steps, resume)
     if outcome is not Outcome.finished:
         engine.close()
@@ -76,6 +84,8 @@ def main(run: RunConfig, resume: bool = False) -> int:
         say(f"exporting to {folder.export}")
         template = prepared.chat_template if isinstance(prepared.chat_template, str) else None
         engine.export(folder.export, base=base, tokenizer=tokenizer, chat_template=template, facts=facts(run, job.state))
+    if plan is not None:
+        say(planned_and_measured(plan, folder, engine.peak_bytes()))
     engine.close()
     say(f"done: {folder.export}")
     return 0

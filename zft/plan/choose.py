@@ -26,6 +26,14 @@ ShapeFor = Callable[[RunConfig, World], ModelShape]
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Tokens of a sequence, where the data is known."""
+
+    longest: int
+    mean: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """One placement of one run, with its cost."""
 
@@ -33,6 +41,7 @@ class Plan:
     shape: ModelShape
     world: World
     rates: Rates
+    lengths: Lengths | None = None
 
     @property
     def config(self) -> EngineConfig:
@@ -40,8 +49,8 @@ class Plan:
 
     @property
     def batch(self) -> Batch:
-        train = self.run.train
-        return Batch(train.micro_batch_size, train.seq_len, train.grad_accum_steps)
+        train, lengths = self.run.train, self.lengths or Lengths(self.run.train.seq_len, self.run.train.seq_len)
+        return Batch(train.micro_batch_size, lengths.longest, train.grad_accum_steps, lengths.mean)
 
     @cached_property
     def memory(self) -> Memory:
@@ -127,12 +136,15 @@ def describe(config: EngineConfig) -> str:
     return line + ("" if config.activation is Activation.full else f", activation {config.activation}")
 
 
-def choose(run: RunConfig, shape: ModelShape, world: World, rates: Rates, shape_for: ShapeFor | None = None) -> Choice:
+def choose(
+    run: RunConfig, shape: ModelShape, world: World, rates: Rates, shape_for: ShapeFor | None = None,
+    lengths: Lengths | None = None,
+) -> Choice:  # fmt: skip
     """The fastest of the placements that the run leaves open and that fit.
 
     shape_for: builds the shapes of other settings, for the refusal's advice. Raises ZftError where nothing fits.
     """
-    plans = [Plan(replace(run, engine=config), shape, world, rates) for config in candidates(run, rates)]
+    plans = [Plan(replace(run, engine=config), shape, world, rates, lengths) for config in candidates(run, rates)]
     fitting = sorted((plan for plan in plans if plan.fits), key=lambda plan: plan.time.seconds)
     if not fitting:
         raise ZftError(refusal(plans, run, shape_for))

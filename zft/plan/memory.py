@@ -92,7 +92,7 @@ def _records(memory: Memory, shape: ModelShape, config: EngineConfig, world: Wor
     waves = batch.waves(config.wave)
     for group in shape.groups:
         ranges = group.ranges(config.stage, world)
-        rows = [("weights", config.param_tier, ranges.hi_numel * group.hi_bytes)]
+        rows = [("weights", config.param_tier, group.hi_size(ranges.hi_numel))]
         if group.trainable:
             state = sum(f.bytes(ranges.state_numel) for f in group.state_fields)
             rows.append(("optimizer state", config.state_tier, state))
@@ -112,35 +112,47 @@ def _is_parked(shape: ModelShape, group: GroupShape, waves: int) -> bool:
 
 def _pools(memory: Memory, shape: ModelShape, config: EngineConfig, world: World) -> None:
     """The engine's reusable buffers: unsharded weights, staged weights, gradients at hand, update staging."""
-    cuda, sharded = world.device.type == "cuda", world.mesh.shard > 1
-    streamed = [g for unit in shape.units for g in unit.groups]
-    trained = [g for g in streamed if g.trainable]
-    narrow = any(g.compute_bytes != g.hi_bytes for g in streamed)
+    cuda, sharded = world.device.type == "cuda", world.mesh.shard > 1 and config.stage > 0
+    narrow = any(g.compute_bytes != g.hi_bytes for g in shape.groups)
 
-    def largest(groups: list[GroupShape], size: Callable[[GroupShape], int]) -> int:
-        return max(map(size, groups), default=0)
+    def at_once(size: Callable[[GroupShape], int], trained: bool = False, visits: int = 1) -> int:
+        """Of the largest unit, for so many units at once; on a GPU every buffer is as large as the largest group."""
+        units = [[g for g in unit.needed if g.trainable or not trained] for unit in shape.units]
+        if not cuda:
+            return visits * max((sum(map(size, groups)) for groups in units), default=0)
+        largest = max((size(g) for groups in units for g in groups), default=0)
+        return visits * largest * max(map(len, units), default=0)
 
-    full = largest(streamed, lambda g: g.padded_numel * g.compute_bytes)
-    gathered = largest(streamed, lambda g: g.padded_numel * g.hi_bytes)
-    staged = largest(streamed, lambda g: g.ranges(config.stage, world).hi_numel * g.hi_bytes)
-    kept = sum(g.padded_numel * g.compute_bytes for g in shape.leftovers)
+    def staying(size: Callable[[GroupShape], int]) -> int:
+        """Of the leftovers, which keep their buffers."""
+        largest = max(map(size, shape.groups), default=0) if cuda else 0
+        return sum(max(size(g), largest) for g in shape.leftovers)
+
+    def full(group: GroupShape) -> int:
+        return group.padded_numel * group.compute_bytes
+
+    def staged(group: GroupShape) -> int:
+        return group.hi_size(group.ranges(config.stage, world).hi_numel)
+
+    def grad(group: GroupShape) -> int:
+        return group.ranges(config.stage, world).grad_numel * group.grad_bytes if group.trainable else 0
+
     if narrow:
-        memory.add(Tier.device, "unsharded unit", full + (full if cuda else kept))
-    if sharded and config.stage > 0:
-        memory.add(Tier.device, "gathered weights", gathered * (1 if narrow else 2))
-    if cuda and config.param_tier is not Tier.device:
-        memory.add(Tier.device, "weights on their way", staged * 3)
-    if config.param_tier is Tier.nvme:
-        memory.add(Tier.cpu, "staged weights", staged * (1 if narrow and not cuda else 2))
-    flat = largest(trained, lambda g: g.padded_numel * 4)
-    memory.add(Tier.device, "gradient of a unit", flat + sum(g.padded_numel * 4 for g in shape.leftovers if g.trainable))
-    grad = largest(trained, lambda g: g.ranges(config.stage, world).grad_numel * g.grad_bytes)
-    if cuda:
-        memory.add(Tier.device, "gradient on its way", grad)
+        memory.add(Tier.device, "unsharded unit", at_once(full) + staying(full))
     if sharded:
-        memory.add(Tier.device, "reduced gradient", largest(trained, lambda g: g.ranges(config.stage, world).grad_numel * 4))
+        memory.add(Tier.device, "gathered weights", at_once(lambda g: g.hi_size(g.padded_numel), visits=1 if narrow else 2))
+    if cuda and config.param_tier is not Tier.device:
+        memory.add(Tier.device, "weights on their way", at_once(staged, visits=2) + (0 if narrow else staying(staged)))
+    if config.param_tier is Tier.nvme:
+        memory.add(Tier.cpu, "staged weights", at_once(staged, visits=1 if narrow and not cuda else 2))
+    small = sum(g.padded_numel * 4 for g in shape.leftovers if g.trainable)
+    memory.add(Tier.device, "gradient of a unit", at_once(lambda g: g.padded_numel * 4, trained=True) + small)
+    if cuda:
+        memory.add(Tier.device, "gradient on its way", at_once(grad, trained=True))
+    if world.mesh.shard > 1:
+        memory.add(Tier.device, "reduced gradient", at_once(lambda g: g.ranges(config.stage, world).grad_numel * 4, trained=True))
     if config.grad_tier is Tier.nvme or is_immediate(config):
-        memory.add(Tier.cpu, "staged gradients", 2 * grad)
+        memory.add(Tier.cpu, "staged gradients", 2 * max(map(grad, shape.groups), default=0))
     memory.add(Tier.cpu, "update staging", _update_staging(shape, config))
 
 

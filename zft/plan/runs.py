@@ -10,7 +10,7 @@ from torch import nn
 
 from zft.config import RunConfig
 from zft.dist import World
-from zft.plan.choose import Choice, Plan, candidates, choose
+from zft.plan.choose import Choice, Lengths, Plan, candidates, choose
 from zft.plan.here import rates_here
 from zft.plan.models import shape_for
 from zft.plan.rates import Rates, named
@@ -26,7 +26,7 @@ def plan_run(run: RunConfig, ranks: int | None = None) -> Choice:
     return choose(run, shape_for(run, world), world, rates, shape_for)
 
 
-def place(run: RunConfig, model: nn.Module, world: World) -> tuple[RunConfig, Plan | None]:
+def place(run: RunConfig, model: nn.Module, world: World, lengths: Lengths | None = None) -> tuple[RunConfig, Plan | None]:
     """The run with the tiers that it left open, and its plan (on rank 0): of the model at hand, for the ranks that there are.
 
     Collective. Raises ZftError on every rank where nothing fits.
@@ -35,8 +35,8 @@ def place(run: RunConfig, model: nn.Module, world: World) -> tuple[RunConfig, Pl
     if world.is_main:
         try:
             planned = planned_world(world.size, run.engine.shard_ranks, world.device)
-            rates = rates_of(run, planned, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-            plan = choose(run, shape_of(model, run.engine, planned), planned, rates, shape_for).plan
+            rates = rates_of(run, planned, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), real=True)
+            plan = choose(run, shape_of(model, run.engine, planned), planned, rates, shape_for, lengths).plan
         except Exception as raised:  # told to the other ranks, which wait
             error = raised
     world.agree(error)
@@ -55,11 +55,15 @@ def planned_device(run: RunConfig) -> str:
     return "cuda" if run.hardware.name != "this" or torch.cuda.is_available() else "cpu"
 
 
-def rates_of(run: RunConfig, world: World, local_ranks: int | None = None) -> Rates:
+def rates_of(run: RunConfig, world: World, local_ranks: int | None = None, real: bool = False) -> Rates:
+    """What `hardware=` names and, for the rest, this machine. real: for a run here, which can't have more room than there is."""
     dtype = resolve_precision(run.engine, world.device).compute_dtype
     here = rates_here(run.engine.nvme_dir, dtype).shared(local_ranks or world.size)
-    rates = named(run.hardware, here)
-    return replace(rates, is_gpu=world.device.type == "cuda")
+    rates = replace(named(run.hardware, here), is_gpu=world.device.type == "cuda")
+    if not real:
+        return rates
+    rooms = {name: min(getattr(rates, name), getattr(here, name)) for name in ("device_room", "host_room", "nvme_room")}
+    return replace(rates, **rooms)
 
 
 def compare_run(run: RunConfig, ranks: int | None = None) -> list[Plan]:

@@ -19,7 +19,7 @@ from zft.engine.layout import FlatLayout
 from zft.engine.partition import GroupSpec, build_units, unit_modules
 from zft.engine.parts import group_dtypes, group_plan
 from zft.engine.record import Ranges
-from zft.engine.unit import ParamGroup, Unit
+from zft.engine.unit import Codec, ParamGroup, Unit
 from zft.optim.rules import make_rule
 from zft.precision import Field, resolve_precision
 
@@ -40,13 +40,15 @@ class GroupShape:
     trainable: bool
     replicated: bool
     hi_bytes: int
-    """Of one element at rest."""
+    """Of one entry at rest."""
     compute_bytes: int
     """Of one element while unsharded."""
     fields: tuple[Field, ...]
-    """The record, `hi` first; of a frozen group `hi` alone."""
+    """The record, `hi` first; of a frozen group nothing."""
     grad_bytes: int
     """Of one element of a finished gradient."""
+    codec: Codec | None = None
+    """How frozen weights are quantized at rest."""
 
     @property
     def numel(self) -> int:
@@ -56,6 +58,10 @@ class GroupShape:
     @property
     def padded_numel(self) -> int:
         return self.layout.padded_numel
+
+    def hi_size(self, numel: int) -> int:
+        """Bytes that `numel` weights take at rest."""
+        return (numel if self.codec is None else self.codec.nbytes(numel)) * self.hi_bytes
 
     @property
     def state_fields(self) -> tuple[Field, ...]:
@@ -149,7 +155,8 @@ def shape_of(model: nn.Module, config: EngineConfig, world: World) -> ModelShape
             made.append(UnitShape(unit.name, kind, own, borrowed, _matmul_numel(own + borrowed, kind, active_share(model.config))))
         rest = tuple(known[g] for g in leftovers.groups)
     name = getattr(model.config, "name_or_path", "") or type(model).__name__
-    return ModelShape(name, tuple(made), rest, dims_of(model.config), plan.compute_dtype.itemsize)
+    layers = sum(unit.kind is Kind.LAYER for unit in made)
+    return ModelShape(name, tuple(made), rest, dims_of(model.config, layers), plan.compute_dtype.itemsize)
 
 
 def _kind(unit: Unit) -> Kind:
@@ -160,10 +167,10 @@ def _kind(unit: Unit) -> Kind:
 
 def _group(group: ParamGroup, config: EngineConfig, world: World) -> GroupShape:
     plan = group_plan(group.hi_dtype, config, world.device)
-    fields = make_rule(config.optim, plan).fields if group.trainable else plan.frozen_fields
+    fields = make_rule(config.optim, plan).fields if group.trainable else ()
     return GroupShape(
         group.name, group.layout, group.trainable, group.replicated, group.hi_dtype.itemsize, group.compute_dtype.itemsize,
-        tuple(fields), plan.grad_dtype.itemsize,
+        tuple(fields), plan.grad_dtype.itemsize, group.codec,
     )  # fmt: skip
 
 
@@ -193,10 +200,11 @@ def active_share(config: Any) -> float:
     return chosen / experts if isinstance(experts, int) and isinstance(chosen, int) and experts > 0 else 1.0
 
 
-def dims_of(config: Any) -> Dims:
-    """From a transformers config, whatever its family calls the fields."""
+def dims_of(config: Any, layers: int) -> Dims:
+    """From a transformers config, whatever its family calls the fields; what it lacks is taken as for a small layer."""
     text = config.get_text_config()
-    hidden, heads = text.hidden_size, text.num_attention_heads
+    hidden = _first(text, "hidden_size", "d_model", "n_embd") or 1024
+    heads = _first(text, "num_attention_heads", "n_head") or 1
     head_dim = _first(text, "head_dim") or hidden // heads
     wide = _first(text, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * hidden
     wide = max(wide) if isinstance(wide, list | tuple) else wide
@@ -204,7 +212,7 @@ def dims_of(config: Any) -> Dims:
     if isinstance(chosen, int) and active_share(config) < 1.0:
         wide = chosen * (_first(text, "moe_intermediate_size") or wide)
     kv_heads = _first(text, "num_key_value_heads", "num_kv_heads") or heads
-    return Dims(hidden, text.num_hidden_layers, text.vocab_size, heads, head_dim, kv_heads, wide)
+    return Dims(hidden, layers, _first(text, "vocab_size") or 1, heads, head_dim, kv_heads, wide)
 
 
 def _first(config: Any, *names: str) -> Any:

@@ -91,3 +91,18 @@ def placements_table(plans: list[Plan]) -> Table:
         row = (plan.placement, *sizes, f"{plan.time.seconds:.3g}", plan.time.limit, wear, short or ("chosen" if place == 0 else ""))
         table.add_row(*row, style="dim" if short else "")
     return table
+
+
+def against(plan: Plan, step_s: float, peak_bytes: dict[str, int]) -> str:
+    """Plan and measurement in one line. peak_bytes: host_rss, device, nvme, as `Engine.peak_bytes` gives them."""
+    parts = [_pair("step", plan.time.seconds, step_s, "s")]
+    for tier, name, key in ((Tier.device, "device", "device"), (Tier.cpu, "host", "host_rss"), (Tier.nvme, "nvme", "nvme")):
+        planned, measured = plan.memory.total(tier), peak_bytes[key]
+        if planned or measured:
+            parts.append(_pair(name, planned / GIB, measured / GIB, "GiB"))
+    return "planned and measured: " + "; ".join(parts)
+
+
+def _pair(name: str, planned: float, measured: float, unit: str) -> str:
+    off = f" ({planned / measured - 1:+.0%})" if measured else ""
+    return f"{name} {planned:.3g} and {measured:.3g} {unit}{off}"

@@ -133,7 +133,7 @@ def _copies(shape: ModelShape, config: EngineConfig, world: World, batch: Batch,
     for unit in shape.units:
         is_head, twice = unit.kind is Kind.HEAD, unit.kind in (Kind.LAYER, Kind.LOOKUP)
         if phase == "forward" or (twice and unit in reached):
-            wide = sum(g.padded_numel * (g.hi_bytes + g.compute_bytes) for g in unit.needed if g.hi_bytes != g.compute_bytes)
+            wide = sum(g.hi_size(g.padded_numel) + g.padded_numel * g.compute_bytes for g in unit.needed if g.hi_bytes != g.compute_bytes)
             total += wide * waves
         if (phase == "forward") is is_head and unit in reached:
             trained = sum(g.padded_numel for g in unit.needed if g.trainable)
@@ -149,7 +149,7 @@ def _collectives(shape: ModelShape, config: EngineConfig, world: World, waves: i
     if ranks == 1 or config.stage == 0 and world.size == 1:
         return {"forward": 0.0, "backward": 0.0}
     speed, away = (rates.d2h if rates.is_gpu else rates.dram / 4), (ranks - 1) / ranks
-    gathered = sum(g.padded_numel * g.hi_bytes for u in shape.units for g in u.needed) * (config.stage == 3) * waves * away
+    gathered = sum(g.hi_size(g.padded_numel) for u in shape.units for g in u.needed) * (config.stage == 3) * waves * away
     reduced = sum(g.padded_numel * 4 for g in shape.groups if g.trainable and not g.replicated) * waves * away
     return {"forward": gathered / speed, "backward": (gathered + reduced * (1 if config.stage >= 2 else 2)) / speed}
 

@@ -174,7 +174,7 @@ def evaluate_traffic(shape: ModelShape, config: EngineConfig, world: World, wave
 
 def fetch(group: GroupShape, ranges: Ranges, config: EngineConfig) -> Bytes:
     """One unshard of weights that are up to date."""
-    size = ranges.hi_numel * group.hi_bytes
+    size = group.hi_size(ranges.hi_numel)
     return Bytes(
         nvme_read=size if config.param_tier is Tier.nvme else 0, h2d=0 if config.param_tier is Tier.device else size
     )
@@ -234,9 +234,9 @@ def _instead_of_fetch(group: GroupShape, ranges: Ranges, config: EngineConfig) -
     if not is_immediate(config):
         read_numel = ranges.state_numel if on_disk else _active_numel(group, ranges)
         more += update(group, ranges, config, read_numel)
-        more += Bytes(nvme_read=-ranges.hi_numel * group.hi_bytes) if on_disk and whole else NOTHING
+        more += Bytes(nvme_read=-group.hi_size(ranges.hi_numel)) if on_disk and whole else NOTHING
     if on_disk and not whole and not group.replicated:
-        more += Bytes(nvme_write=ranges.hi_numel * group.hi_bytes)
+        more += Bytes(nvme_write=group.hi_size(ranges.hi_numel))
     return more
 
 

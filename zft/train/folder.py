@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it imports torch, and the command checks folders before tha
 
 
 class RunFolder:
-    """`OUT`: config.yaml, metrics.jsonl, checkpoints/, export/, tiers/ and, after a failure, error.log."""
+    """`OUT`: config.yaml, plan.json, metrics.jsonl, checkpoints/, export/, tiers/ and, after a failure, error.log."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -29,6 +29,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
         self.error_log = self.path / "error.log"
+        self.plan = self.path / "plan.json"
 
     @property
     def is_run(self) -> bool:

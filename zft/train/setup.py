@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import json
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from zft.config import Hardware, Method, RunConfig, Tier
+from zft.config import Method, RunConfig
 from zft.dist import World
 from zft.models.adapters import attach_adapter
 from zft.models.load import HubWeights, build_model, grow, tokenizer_rows
+from zft.plan.choose import Lengths, Plan
+from zft.plan.runs import place
+from zft.plan.show import against
 from zft.precision import resolve_precision
-from zft.tiers.plan import place
-from zft.train.folder import check_nvme_dir
+from zft.train.folder import RunFolder, check_nvme_dir
 
 
 @contextmanager
@@ -52,24 +52,28 @@ def structure(run: RunConfig, base: Path, tokenizer: Any, world: World) -> tuple
     return attach_adapter(model, source, run.method, run.train.seed, list(grown))
 
 
-def placed(run: RunConfig, model: torch.nn.Module, world: World) -> RunConfig:
-    """`run` with the tiers chosen that the user left open. Raises ZftError where nothing fits."""
-    free = free_bytes(world, run.hardware, run.engine.nvme_dir)
-    engine = place(run.engine, run.auto_tiers, trained_numel(model), world.size, free)
-    run = replace(run, engine=engine, auto_tiers=())
+def placed(run: RunConfig, model: torch.nn.Module, world: World, report: Any) -> tuple[RunConfig, Plan | None]:
+    """`run` with the tiers chosen that the user left open, and the plan (rank 0's). report: of the data, for its lengths.
+
+    Raises ZftError, with numbers, where nothing fits.
+    """
+    whole = report.packs is not None
+    lengths = Lengths(report.seq_len, report.seq_len) if whole else Lengths(int(report.lengths["max"]), report.lengths["mean"])
+    run, plan = place(run, model, world, lengths)
     check_nvme_dir(run)
-    return run
+    return run, plan
 
 
-def free_bytes(world: World, hardware: Hardware, nvme_dir: str) -> dict[str, int]:
-    """Free bytes of each tier for one rank, or what `hardware=` says. Without a GPU, device and cpu are the same RAM."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    host = psutil.virtual_memory().available // here
-    device = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else host
-    there = next(parent for parent in (Path(nvme_dir), *Path(nvme_dir).parents) if parent.exists())
-    free = {Tier.device: device, Tier.cpu: host, Tier.nvme: shutil.disk_usage(there).free // here}
-    named = {Tier.device: hardware.device_gib, Tier.cpu: hardware.host_gib, Tier.nvme: hardware.nvme_gib}
-    return {tier: free[tier] if gib is None else int(gib * 2**30) for tier, gib in named.items()}
+def keep_plan(plan: Plan | None, folder: RunFolder) -> None:
+    """OUT/plan.json, for `zft report`."""
+    if plan is not None:
+        folder.plan.write_text(json.dumps(plan.to_dict()), encoding="utf-8")
+
+
+def planned_and_measured(plan: Plan, folder: RunFolder, peak_bytes: dict[str, int]) -> str:
+    """One line. The step is the median of those in metrics.jsonl after the first, which compiles."""
+    rows = [json.loads(line)["seconds"] for line in folder.metrics.read_text(encoding="utf-8").splitlines()]
+    return against(plan, statistics.median(rows[1:] or rows), peak_bytes)
 
 
 def trained_numel(model: torch.nn.Module) -> int:
