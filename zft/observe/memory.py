@@ -43,15 +43,6 @@ def traffic_rows(metrics: list[dict], planned: dict) -> list[Row]:
     return [row for row in rows if row.measured_bytes or row.planned_bytes]
 
 
-def summary(metrics: list[dict], planned: dict) -> str:
-    """`peak: host memory 1.2 GiB (planned 1.3 GiB), NVMe 3.0 GiB (planned 3.0 GiB)`."""
-    texts = []
-    for row in memory_rows(metrics, planned):
-        told = "" if row.planned_bytes is None else f" (planned {bytes_text(row.planned_bytes)})"
-        texts.append(f"{row.name} {bytes_text(row.measured_bytes)}{told}")
-    return "peak: " + ", ".join(texts)
-
-
 def bytes_text(count: float) -> str:
     """`1.50 GiB`, `12.0 MiB`, `3 B`."""
     for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):

@@ -17,7 +17,9 @@ from zft.observe.progress import duration
 from zft.observe.style import STYLE
 
 FACTS = "report.json"
-"""What a run knows when it begins: title, facts [[label, value]], total_steps, planned, data. Each may be missing."""
+"""What a run knows when it begins: title, facts [[label, value]], total_steps, data. Each may be missing."""
+PLAN = "plan.json"
+"""The object of `zft plan --json`; may be missing."""
 PAGE = "report.html"
 _LANES = {
     "compute": "computing",
@@ -25,7 +27,7 @@ _LANES = {
     "nvme": "reading or writing NVMe",
     "h2d": "copying to the device",
     "d2h": "copying from the device",
-    "idle": "waiting for something that no lane shows",
+    "idle": "between them",
 }
 
 
@@ -37,8 +39,11 @@ def write_facts(folder: Path, facts: dict) -> None:
 
 
 def read_facts(folder: Path) -> dict:
-    path = folder / FACTS
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """FACTS, with PLAN as `planned`."""
+    facts, plan = (
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in (folder / FACTS, folder / PLAN)
+    )
+    return {"planned": plan} | facts
 
 
 def write_report(folder: Path) -> Path:
@@ -102,12 +107,13 @@ def _warnings(metrics: list[dict]) -> str:
 
 
 def _tiles(metrics: list[dict], facts: dict) -> str:
-    steady = metrics[1:] or metrics
+    steady, planned = metrics[1:] or metrics, facts.get("planned", {})
+    step_s = median(row["seconds"] for row in steady)
     tiles = [
         (f"{metrics[-1]['loss']:.3f}", "loss of the last step"),
         (f"{median(row['tokens_per_s'] for row in steady):,.0f}", "trained tokens per second"),
-        (f"{median(row['seconds'] for row in steady):.3g} s", "a step takes"),
-        *((bytes_text(row.measured_bytes), f"{row.name}, at most") for row in memory_rows(metrics, facts.get("planned", {}))),
+        (f"{step_s:.3g} s", "a step takes" + (f", planned {planned['step_s']:.3g} s" if "step_s" in planned else "")),
+        *((bytes_text(row.measured_bytes), f"{row.name}, at most") for row in memory_rows(metrics, planned)),
     ]
     evaluated = [row["eval_loss"] for row in metrics if "eval_loss" in row]
     if evaluated:
@@ -164,7 +170,7 @@ def _compared(rows: list[Row], measured: str, planned: str, tolerance: float) ->
         )
     has_plan = any(row.planned_bytes is not None for row in rows)
     note = "" if has_plan else "<p class=sub>This run has no plan to compare with.</p>"
-    head = f"<tr><th><th class=n>{measured}<th class=n>{planned}<th class=n>measured of {planned}<th>"
+    head = f"<tr><th><th class=n>{measured}<th class=n>{planned}<th class=n>ratio<th>"
     return f"<div class='card scroll'><table>{head}{''.join(lines)}</table></div>{note}"
 
 

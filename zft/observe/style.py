@@ -22,9 +22,9 @@ figcaption{font-weight:600}svg{width:100%;height:auto;display:block;font:12px sy
 .s-blue{stroke:var(--blue)}.s-orange{stroke:var(--orange)}.s-green{stroke:var(--green)}.s-faint{stroke:var(--blue);opacity:.35}
 circle{stroke:none!important}circle.s-blue{fill:var(--blue)}circle.s-orange{fill:var(--orange)}circle.s-green{fill:var(--green)}
 circle.s-faint{fill:var(--blue)}.bad{fill:var(--red)}
-.key{font-weight:400;font-size:.85rem;margin-left:.9rem;color:var(--soft)}
+.key{white-space:nowrap;font-weight:400;font-size:.85rem;margin-left:.9rem;color:var(--soft)}
 .key::before{content:"";display:inline-block;width:.9rem;height:.2rem;margin:0 .3rem .2rem 0;background:currentColor}
-.key.s-blue::before,.key.s-faint::before{background:var(--blue)}.key.s-faint::before{opacity:.4}
+.key.s-blue::before,.key.s-faint::before{background:var(--blue)}.key.s-faint{opacity:1}.key.s-faint::before{opacity:.4}
 .key.s-orange::before{background:var(--orange)}.key.s-green::before{background:var(--green)}
 .lane-compute{fill:var(--blue)}.lane-update{fill:var(--orange)}.lane-nvme{fill:var(--green)}.lane-h2d{fill:var(--purple)}
 .lane-d2h{fill:var(--teal)}.lane-idle{fill:none}.longest{font-weight:700;text-decoration:underline}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from zft.api import Engine
@@ -15,8 +15,10 @@ from zft.checkpoint.manifest import DamagedCheckpoint
 from zft.config import RunConfig, ZftError
 from zft.dist import World
 from zft.engine.step import EvalResult, StepResult
-from zft.observe.metrics import Metrics, StepMetrics, drop_after
+from zft.observe.metrics import Metrics, StepMetrics, drop_after, read
 from zft.observe.progress import Progress
+from zft.observe.report import write_report
+from zft.observe.trace import Trace
 from zft.optim.schedules import lr_at
 from zft.status import DONE, STOPPED, complain
 from zft.train import checkpoints
@@ -47,6 +49,8 @@ class Job:
     folder: RunFolder
     evaluate: Callable[[], EvalResult] | None = None
     state: TrainState | None = None
+    trace: Trace = field(default_factory=Trace)
+    """Takes the engine's spans: `record=trace.add`."""
 
 
 def restore(job: Job) -> None:
@@ -91,7 +95,7 @@ def fit(job: Job, total_steps: int, resume: bool = False) -> Outcome:
     main = job.world.is_main
     metrics = Metrics(job.folder.metrics, job.run.track, to_tree(job.run)) if main else None
     shown = Progress(last_step, state.step) if main else nullcontext()
-    with StopRequest() as stop, shown as progress, _begun_saves_end(job):
+    with StopRequest() as stop, _reported(job, metrics), shown as progress, _begun_saves_end(job):
         while state.step < last_step and not _any_rank(job.world, stop.received):
             row = _step(job)
             if main:
@@ -103,8 +107,6 @@ def fit(job: Job, total_steps: int, resume: bool = False) -> Outcome:
         if saved_step != state.step:
             save(job)
         settle(job)
-    if main:
-        metrics.close()
     if state.is_finished:
         return Outcome.finished
     return Outcome.paused if state.step == train.stop_after else Outcome.interrupted
@@ -142,6 +144,28 @@ def settle(job: Job, wait: bool = True) -> None:
 
 
 @contextmanager
+def _reported(job: Job, metrics: Metrics | None) -> Iterator[None]:
+    """Rank 0 leaves trace.json and report.html, of a run that fails too."""
+
+    def report() -> None:
+        if metrics is None:
+            return
+        metrics.close()
+        job.trace.write(job.folder.path)
+        if read(job.folder.metrics):
+            write_report(job.folder.path)
+
+    try:
+        yield
+    except Exception:
+        with suppress(Exception):  # the first error says more
+            report()
+        raise
+    with together(job.world):
+        report()
+
+
+@contextmanager
 def _begun_saves_end(job: Job) -> Iterator[None]:
     """A step that fails does not take the checkpoint with it that was being written meanwhile."""
     try:
@@ -160,7 +184,8 @@ def _step(job: Job) -> StepMetrics:
     lr = lr_at(
         engine.step_count, train.schedule, train.lr, train.warmup_steps, state.total_steps, train.min_lr_ratio
     )  # fmt: skip
-    result = engine.step(micro_batches, lr=lr)
+    with job.trace.step(state.step + 1):
+        result = engine.step(micro_batches, lr=lr)
     state.step += 1
     state.tokens += result.tokens
     state.skipped += result.skipped
