@@ -37,14 +37,17 @@ def attach_adapter(
     saved = AdapterFile(method.adapter) if method.adapter else None
     config = saved_config(saved.folder, method) if saved else lora_config(model, method, new_tokens)
     check_tied(model, config)
-    names = AdapterWeights.base_names(model)
+    names, linear = AdapterWeights.base_names(model), endings(n for n in linear_layers(model) if "expert" not in n)
     model.requires_grad_(False)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what was looked at here already: Conv1D, tied weights
             wrapped = get_peft_model(model, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
     except (ValueError, KeyError, NotImplementedError) as error:
-        raise ZftError(_why_not(model, error)) from error
+        reason = f"this adapter can't be put on {type(model).__name__}: {' '.join(str(error).split())[:240]}"
+        if "ParamWrapper" in reason:  # PEFT knows LoRA on fused experts, but neither DoRA nor dropout
+            reason += f"; its experts are fused parameters: leave them out with method.targets=[{','.join(linear)}]"
+        raise ZftError(reason) from error
     _check_variants(wrapped)
     if method.name is Method.qlora:
         wrapped._quantized_names = quantizable(wrapped)  # read by the engine's façade
@@ -126,15 +129,6 @@ def check_tied(model: nn.Module, config: Any) -> None:
                     f"{key} includes {hit[0]}, but {' and '.join(ends)} share one weight (tie_word_embeddings); "
                     "leave it out, or untie the model first"
                 )
-
-
-def _why_not(model: nn.Module, error: Exception) -> str:
-    reason = f"this adapter can't be put on {type(model).__name__}: {' '.join(str(error).split())[:240]}"
-    if "ParamWrapper" not in reason:
-        return reason
-    # PEFT knows LoRA on fused experts, but neither DoRA nor dropout
-    names = ",".join(endings(name for name in linear_layers(model) if "expert" not in name))
-    return f"{reason}; its experts are fused parameters: leave them out with method.targets=[{names}]"
 
 
 def quantizable(wrapped: Any) -> frozenset[str]:
