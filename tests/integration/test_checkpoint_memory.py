@@ -42,6 +42,7 @@ def save_and_load(folder: Path, tier: str) -> dict[str, int]:
         return rises | {"record": record}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["nvme", "cpu"])
 def test_memory_of_save_and_load_is_bounded(tmp_path, tier):
     [found] = run_ranks(1, save_and_load, tmp_path, tier)
