@@ -3,7 +3,8 @@
 #
 #     bash scripts/quickstart.sh [KEY=VALUE ...]      further keys go to `zft run`
 #
-# ZFT_VENV: where the virtual environment goes (default .venv-quickstart). PYTHON: the Python it is made with (default python3).
+# ZFT_VENV: folder of the virtual environment (default .venv-quickstart). PYTHON: what it is made with (default python3).
+# ZFT_OUT: folder of the run (default runs/quickstart-TIME).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
@@ -25,7 +26,7 @@ echo "$model"
 say "3/5 answers before"
 "$python" scripts/answers.py "$model" "${prompts[@]}"
 
-out="runs/quickstart-$(date +%Y%m%d-%H%M%S)"
+out="${ZFT_OUT:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}"
 say "4/5 fine-tuning all weights on zft/data/samples/your_turn.jsonl"
 command=("$venv/bin/zft" run sft experiment=smollm2_135m "model=$model" data=zft/data/samples/your_turn.jsonl "out=$out" "$@")
 printf '%s ' "${command[@]}"; echo
