@@ -8,7 +8,7 @@ from html import escape
 
 from zft.observe.trace import LANES, Span, critical
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 460, 190, 58, 24, 10
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 460, 190, 70, 24, 10
 _POINTS = 400
 """Points that a line shows; of more, each group's smallest and largest."""
 
@@ -114,10 +114,10 @@ def ticks(low: float, high: float) -> list[float]:
 def short(value: float) -> str:
     """1.5k, 0.25, 1e-05."""
     if value == 0 or 1e-3 <= abs(value) < 1e4:
-        return f"{value:.4g}"
+        return f"{value:.6g}"
     for power, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= power:
-            return f"{value / power:.4g}{letter}"
+            return f"{value / power:.6g}{letter}"
     return f"{value:.3g}"
 
 

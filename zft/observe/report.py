@@ -87,7 +87,7 @@ def lead(metrics: list[dict], facts: dict) -> str:
     last, total = metrics[-1], facts.get("total_steps")
     tokens, seconds = sum(row["tokens"] for row in metrics), sum(row["seconds"] for row in metrics)
     done = f"{last['step']} of {total} steps" if total and total != last["step"] else f"{last['step']} steps"
-    text = f"{done} on {tokens:,} trained tokens in {duration(seconds)}."
+    text = f"{done} on {tokens:,} trained tokens in {duration(seconds) if seconds >= 10 else f'{seconds:.2g}s'}."
     losses = [row["loss"] for row in metrics if math.isfinite(row["loss"])]
     if len(losses) < 2:
         return text
