@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -41,9 +42,13 @@ class Lion(torch.optim.Optimizer):
 
 
 def plain_loop(
-    model: nn.Module, steps: list[list[Batch]], optim: Optim, precision: str = "fp32", max_grad_norm: float | None = None
-) -> Run:
-    """Train `model` (float32) on all micro-batches of each step; the model computes with the rounded masters, in float32."""
+    model: nn.Module, steps: list[list[Batch]], optim: Optim, precision: str = "fp32", max_grad_norm: float | None = None,
+    loss_fn: Callable | None = None,
+) -> Run:  # fmt: skip
+    """Train `model` (float32) on all micro-batches of each step; the model computes with the rounded masters, in float32.
+
+    loss_fn(model, micro_batch) -> (sum, weight) replaces the cross-entropy.
+    """
     run, model = Run(), model.train()
     masters = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters() if p.requires_grad}
     optimizer = _optimizer(masters, optim)
@@ -52,10 +57,12 @@ def plain_loop(
             for name, p in model.named_parameters():
                 if name in masters:
                     p.copy_(rounded(masters[name], precision))
-        tokens = sum(int((mb["labels"][:, 1:] != -100).sum()) for mb in micro_batches)
+        tokens = 0 if loss_fn else sum(int((mb["labels"][:, 1:] != -100).sum()) for mb in micro_batches)
         run.losses.append(0.0)
-        for mb in micro_batches:
-            loss = loss_of(model, mb, tokens)
+        sums = [loss_fn(model, mb) for mb in micro_batches] if loss_fn else ()
+        weight = sum(weight for _, weight in sums)
+        for mb in micro_batches if loss_fn is None else sums:
+            loss = loss_of(model, mb, tokens) if loss_fn is None else mb[0] / weight
             run.losses[-1] += loss.item()
             loss.backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

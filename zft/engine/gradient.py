@@ -171,7 +171,7 @@ class Gradients:
             now = self.immediate
             self.guard.before_update(group, now.step)
             started = time.perf_counter()
-            pending = Pending(now.step, now.lr, now.grad_scale, tuple(group.used))
+            pending = group.pending_update(now.step, now.lr, now.grad_scale)
             first = record.ranges.state_start - record.ranges.grad_start
             self.updater.run(record, pending, grad=buffer[first : first + record.ranges.state_numel])
             group.outdated = group.flat is not None

@@ -140,6 +140,7 @@ class Stepper:
             "step_count": self.step_count,
             "attempt_count": self.attempt_count,
             "skipped_count": self.skipped_count,
+            "missed": {s.name: n for g in self.parts.records for s, n in zip(g.layout.spans, g.missed, strict=True) if n},
             "loss_scale": scaler.state_dict() if scaler is not None else None,
         }
 
@@ -147,6 +148,8 @@ class Stepper:
         self.step_count = counters["step_count"]
         self.attempt_count = counters["attempt_count"]
         self.skipped_count = counters["skipped_count"]
+        for group in self.parts.records:
+            group.missed = [counters["missed"].get(span.name, 0) for span in group.layout.spans]
         if self.parts.scaler is not None and counters["loss_scale"] is not None:
             self.parts.scaler.load_state_dict(counters["loss_scale"])
 
@@ -276,11 +279,13 @@ class Stepper:
         if not self.immediate:
             clip = 1.0 if config.max_grad_norm is None else min(1.0, config.max_grad_norm / (norm + 1e-6))
             for group in parts.gradients.finished:
-                group.pending = Pending(self.step_count, lr, clip * unscale, tuple(group.used))
+                group.pending = group.pending_update(self.step_count, lr, clip * unscale)
+        for group in parts.records:
+            group.count_missed()
         return loss, norm, False
 
     def _now(self, lr: float) -> Pending:
-        return Pending(self.step_count + 1, lr, 1.0, ())
+        return Pending(self.step_count + 1, lr, 1.0, (), ())
 
     def _rescale_immediate(self, totals: Totals) -> None:
         if self.parts.gradients.immediate is not None:

@@ -30,6 +30,8 @@ class Pending:
     lr: float
     grad_scale: float
     used: tuple[bool, ...]
+    missed: tuple[int, ...]
+    """Per span: earlier steps that left it out. Bias corrections go by its own count, step - missed, as in torch.optim."""
 
 
 class Codec(Protocol):
@@ -63,6 +65,8 @@ class ParamGroup:
     """[padded_numel] float32, while gradients of the unit at hand add up."""
     used: list[bool] = field(default_factory=list)
     """Per span: has a gradient arrived on this rank since the step began?"""
+    missed: list[int] = field(default_factory=list)
+    """Per span: optimizer steps in which it got no gradient on any rank."""
     pending: Pending | None = None
     stale: bool = False
     """Stages 1 and 2: other ranks' slices of the replica are older than their masters."""
@@ -78,7 +82,7 @@ class ParamGroup:
             self.live.append(nn.Parameter(torch.empty(0, dtype=self.compute_dtype), requires_grad=self.trainable))
             shape = torch.empty(span.shape, dtype=self.compute_dtype, device="meta")
             self.meta.append(nn.Parameter(shape, requires_grad=self.trainable))
-        self.used = [False] * len(self.live)
+        self.used, self.missed = [False] * len(self.live), [0] * len(self.live)
         if self.trainable:
             for index, parameter in enumerate(self.live):
                 parameter.register_post_accumulate_grad_hook(self._collector(index))
@@ -123,6 +127,14 @@ class ParamGroup:
         if self.compute_dtype == torch.float32:
             for parameter, span in zip(self.live, self.layout.spans, strict=True):
                 parameter.grad = self._grad_view(buffer, span)
+
+    def pending_update(self, step: int, lr: float, grad_scale: float) -> Pending:
+        """The update that belongs to the gradients collected since the step began."""
+        return Pending(step, lr, grad_scale, tuple(self.used), tuple(self.missed))
+
+    def count_missed(self) -> None:
+        """A step is done: note what it left out."""
+        self.missed = [count + (not used) for count, used in zip(self.missed, self.used, strict=True)]
 
     def take_gradients(self) -> torch.Tensor:
         """Stop collecting; returns the buffer."""

@@ -62,8 +62,8 @@ class Updater:
 
     def _chunk(self, start: int, end: int, record: Record, pending: Pending, grad, hi_out) -> None:
         ranges, rule = record.ranges, record.rule
-        segments = segments_of(record, pending, start, end)
-        if not segments.start.size and hi_out is None:
+        parts = segments_of(record, pending, start, end)
+        if not parts and hi_out is None:
             return
         views, reads, writes, used_bytes = {}, [], [], 0
         shift = {"hi": ranges.state_start - ranges.hi_start, "grad": ranges.state_start - ranges.grad_start}
@@ -85,10 +85,11 @@ class Updater:
             if name != "grad":
                 writes.append((slab, first, views[name]))
         wait_all(reads)
-        if not segments.start.size:
+        if not parts:
             return
         gradient = views.pop("grad") if grad is None else grad[start:end]
-        rule.update(views, gradient, segments, Hyper(pending.step, pending.lr, pending.grad_scale))
+        for step, segments in parts.items():
+            rule.update(views, gradient, segments, Hyper(step, pending.lr, pending.grad_scale))
         wait_all([slab.write(first, view) for slab, first, view in writes])
 
     def _stage(self, offset_bytes: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -98,12 +99,13 @@ class Updater:
         return self.staging.buffer[offset_bytes : offset_bytes + count * dtype.itemsize].view(dtype)
 
 
-def segments_of(record: Record, pending: Pending, start: int, end: int) -> Segments:
-    """The used parameters' parts of a chunk, relative to it."""
-    base = record.ranges.state_start
-    pieces = record.group.layout.pieces(base + start, base + end)
+def segments_of(record: Record, pending: Pending, start: int, end: int) -> dict[int, Segments]:
+    """{step count: segments} of the used parameters' parts of a chunk, relative to it."""
+    offset = record.ranges.state_start + start
     spans = record.group.layout.spans
-    offset = base + start
-    return Segments.of(
-        (first - offset, last - offset, float(spans[index].decay)) for index, first, last in pieces if pending.used[index]
-    )
+    rows: dict[int, list[tuple[int, int, float]]] = {}
+    for index, first, last in record.group.layout.pieces(offset, offset + end - start):
+        if pending.used[index]:
+            row = (first - offset, last - offset, float(spans[index].decay))
+            rows.setdefault(pending.step - pending.missed[index], []).append(row)
+    return {step: Segments.of(found) for step, found in rows.items()}
