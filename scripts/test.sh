@@ -18,6 +18,6 @@ need_chromium() {
 # two workers, one compute thread each: the suite is many small processes, and bitwise tests need equal thread counts
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_TELEMETRY=1
 case "${1:-}" in
-    --slow) shift; need_chromium; exec "$python" -m pytest -q -m slow --timeout=1500 "$@" ;;
+    --slow) shift; need_chromium; exec "$python" -m pytest -q -m slow -n 2 --dist loadfile --timeout=1500 "$@" ;;
     *) exec "$python" -m pytest -q -m 'not slow' -n 2 --dist loadfile --timeout=300 "$@" ;;
 esac
