@@ -61,10 +61,10 @@ def compose(recipe: str, args: list[str], cwd: Path) -> RunConfig:
     return build(tree, cwd)
 
 
-def recompose(tree: dict, args: list[str], cwd: Path) -> RunConfig:
-    """A run folder's tree with `args` on top, for `zft resume`. Raises ZftError."""
+def recompose(tree: dict, args: list[str], cwd: Path, free: tuple[str, ...] = ()) -> RunConfig:
+    """A run folder's tree with `args` on top, for `zft resume`. free: keys that may change all the same. Raises ZftError."""
     overrides, problems = parse(args, {group: options(group) for group in GROUPS})
-    fixed = [o for o in overrides if o.key.split(".")[0] in _FIXED_ON_RESUME]
+    fixed = [o for o in overrides if o.key.split(".")[0] in set(_FIXED_ON_RESUME) - set(free)]
     problems += [f"{o.key} can't change on resume, got {o.key}={o.text}; start a new run" for o in fixed]
     chosen, values = _values(overrides, cwd, problems)
     raise_all(problems)

@@ -22,6 +22,7 @@ from zft.observe.trace import Trace
 from zft.optim.schedules import lr_at
 from zft.status import DONE, STOPPED, complain
 from zft.train import checkpoints
+from zft.train.evaluate import mean_loss
 from zft.train.folder import RunFolder
 from zft.train.setup import together
 from zft.train.signals import StopRequest
@@ -228,14 +229,4 @@ def evaluator(prepared, run: RunConfig, world: World, engine: Engine) -> Callabl
     """Evaluates on all of the held-out data, a step's micro-batches at a time; None without any."""
     if prepared.eval is None:
         return None
-    train = run.train
-
-    def evaluate() -> EvalResult:
-        loader = prepared.eval.loader(world.rank, world.size, train.micro_batch_size, train.grad_accum_steps, 1)
-        loss_sum, tokens = 0.0, 0
-        while (micro_batches := loader.next_step()) is not None:
-            result = engine.evaluate(micro_batches)
-            loss_sum, tokens = loss_sum + result.loss * result.tokens, tokens + result.tokens
-        return EvalResult(loss_sum / tokens, tokens)
-
-    return evaluate
+    return lambda: mean_loss(prepared.eval, run, world, engine)
