@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.adapters import OPTIM, base_folder, batches, difference, engine_config, gradients, method, peft_model, random_adapter
+from tests.adapters import (
+    OPTIM,
+    base_folder,
+    batches,
+    difference,
+    engine_config,
+    gradients,
+    method,
+    peft_model,
+    random_adapter,
+)
 from tests.harness import run_ranks
 from tests.plain import plain_loop
 from zft.api import Engine
@@ -25,9 +35,8 @@ def parity(base: str, adapter: str, name: str, folder: str) -> dict[str, tuple[f
     plain = plain_loop(reference, steps, OPTIM, max_grad_norm=1.0)
     found = {}
     for activation, tier in product(("none", "full"), TIERS):
-        config = engine_config(
-            activation=activation, param_tier=tier, state_tier=tier, grad_tier=tier, nvme_dir=f"{folder}/{activation}-{tier}"
-        )
+        tiers = dict.fromkeys(("param_tier", "state_tier", "grad_tier"), tier)
+        config = engine_config(activation=activation, nvme_dir=f"{folder}/{activation}-{tier}", **tiers)
         with Engine.from_pretrained(base, config, method=method(name, adapter=adapter)) as engine:
             rank, size, worst = engine.world.rank, engine.world.size, [0.0, 0.0]
             for index, micro_batches in enumerate(steps):
@@ -40,7 +49,8 @@ def parity(base: str, adapter: str, name: str, folder: str) -> dict[str, tuple[f
 
 
 def parity_of_all(folder: str) -> dict[str, dict]:
-    return {arch: parity(f"{folder}/{arch}", f"{folder}/{arch}-adapter", "lora", f"{folder}/{arch}-tiers") for arch in ARCHS}
+    paths = {arch: f"{folder}/{arch}" for arch in ARCHS}
+    return {arch: parity(path, f"{path}-adapter", "lora", f"{path}-tiers") for arch, path in paths.items()}
 
 
 @pytest.mark.slow

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.adapters import OPTIM, base_folder, batches, difference, engine_config, gradients, method, peft_model, random_adapter
+from tests.adapters import (
+    OPTIM,
+    base_folder,
+    batches,
+    difference,
+    engine_config,
+    gradients,
+    method,
+    peft_model,
+    random_adapter,
+)
 from tests.plain import plain_loop
 from tests.tiny import tiny_model
 from zft.api import Engine
@@ -44,7 +54,7 @@ def trained(model) -> set[str]:
 
 
 def test_all_linear_is_every_linear_layer_but_the_head(llama):
-    """Case 30: by full name, so that a layer elsewhere that shares the head's last name part would not be lost or hit."""
+    """Case 30: by full name, so that a layer elsewhere that shares the head's last name part isn't lost or hit."""
     model, _ = attached(llama, method())
     linear = [n for n, m in tiny_model("llama").named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
     assert len(linear) == 14
@@ -100,7 +110,9 @@ def test_dora_on_fused_experts_says_what_to_do(tmp_path):
     assert len(trained(attached(base, method("dora", targets=("q_proj",)))[0])) == 6
 
 
-@pytest.mark.parametrize("options", [{"targets": ("lm_head",)}, {"targets": ("embed_tokens",)}, {"modules_to_save": ("lm_head",)}])
+@pytest.mark.parametrize(
+    "options", [{"targets": ("lm_head",)}, {"targets": ("embed_tokens",)}, {"modules_to_save": ("lm_head",)}]
+)
 def test_a_tied_head_is_refused_before_training(tied, llama, options):
     """Case 14: merging or reloading would change the other of the two."""
     with pytest.raises(ZftError, match="share one weight"):

@@ -1,6 +1,6 @@
 """An adapter's export: the folder that PEFT loads on the untouched base, written while units stream by, then checked.
 
-    adapter_model.safetensors (PEFT's names, float32 masters unless asked) · adapter_config.json · tokenizer · card
+adapter_model.safetensors (PEFT's names, float32 masters unless asked) · adapter_config.json · tokenizer · card
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def export_adapter(
     """Write the adapter of `model` (a PeftModel; structure only) with the trained values that `units` streams.
 
     units: dicts of the model's own names -> CPU tensors. base: the folder the base model is from. options: see
-    ExportOptions; dtype None is float32, `facts["base_model"]` names the base in the files where it is a Hub id. Nothing
-    appears at `folder` unless everything was written and verified. Raises ZftError if it exists and isn't empty, ExportError.
+    ExportOptions; dtype None is float32, `facts["base_model"]` names the base in the files where it is a Hub id.
+    Nothing appears at `folder` unless everything was written and verified. Raises ZftError if it exists and isn't
+    empty, ExportError if the result would not load.
     """
     settings, base = ExportOptions(**options), Path(base) if base is not None else None
     check_target(Path(folder))
@@ -86,17 +87,19 @@ def _write_config(folder: Path, model: Any, base: Path | None, facts: dict[str, 
     origin = str((facts or {}).get("base_model") or "")
     config.base_model_name_or_path = origin if origin and is_hub_id(origin) else str(base) if base is not None else None
     config.inference_mode = True
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # the same file each time
     config.save_pretrained(str(folder))
 
 
 def verify_adapter(folder: Path, specs: dict[str, TensorSpec], checksums: dict[str, int] | None = None) -> None:
-    """Reopen what was written: names, shapes, dtypes, values, and a configuration that PEFT reads. Raises ExportError."""
+    """Reopen what was written: names, shapes, dtypes, values, a configuration that PEFT reads. Raises ExportError."""
     from peft import PeftConfig
 
     with TensorFile(folder / WEIGHTS) as file:
         found = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in file.entries.items()}
         if found != specs:
-            odd = sorted({*found.items()} ^ {*specs.items()}, key=str)[0]
+            odd = min({*found.items()} ^ {*specs.items()}, key=str)
             raise ExportError(f"{folder / WEIGHTS} does not hold the adapter: {odd}")
         for name, total in (checksums or {}).items():
             if tensor_checksum(file, name) != total:

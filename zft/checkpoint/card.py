@@ -31,7 +31,11 @@ LOADERS = {
 
 
 def write_card(
-    folder: Path, base: Path | None, measured: dict[str, Any], facts: dict[str, Any] | None, library: str = "transformers"
+    folder: Path,
+    base: Path | None,
+    measured: dict[str, Any],
+    facts: dict[str, Any] | None,
+    library: str = "transformers",
 ) -> None:
     """README.md with library_name, pipeline_tag, base_model, datasets, license.
 

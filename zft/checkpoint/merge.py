@@ -28,8 +28,12 @@ def plain_model(model: Any, base: Path, trust_remote_code: bool) -> nn.Module:
     return plain
 
 
+Units = Iterable[tuple[list[str], dict[str, Tensor]]]
+"""(names of all parameters of a unit, those of them that are trained), one unit at a time."""
+
+
 def merged_units(
-    model: Any, weights: AdapterWeights, units: Iterable[tuple[list[str], dict[str, Tensor]]], plain: nn.Module, dtype: torch.dtype
+    model: Any, weights: AdapterWeights, units: Units, plain: nn.Module, dtype: torch.dtype
 ) -> Iterator[dict[str, Tensor]]:
     """{name in the plain model: CPU tensor} of one unit at a time.
 
@@ -58,10 +62,11 @@ def merged_units(
 def merged_weight(layer: Any, weight: Tensor, values: dict[str, Tensor]) -> Tensor:
     """float32 weight of a layer with its adapter folded in. values: the layer's own adapter tensors, float32.
 
-    LoRA: W + scale * B A (arXiv 2106.09685, section 4.1); DoRA: magnitude * (W + scale * B A) / its row norms (2402.09353).
+    LoRA: W + scale * B A (arXiv 2106.09685, section 4.1); DoRA: that, its rows scaled to the magnitudes (2402.09353).
     """
     if hasattr(layer, "token_indices"):
-        return weight.index_copy(0, torch.tensor(layer.token_indices[ADAPTER]), values[f"trainable_tokens_delta.{ADAPTER}"].to(weight.dtype))
+        rows = values[f"trainable_tokens_delta.{ADAPTER}"].to(weight.dtype)
+        return weight.index_copy(0, torch.tensor(layer.token_indices[ADAPTER]), rows)
     base, leaf = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
     with lent(layer, values), lent(base, {leaf: weight.to(torch.float32, copy=True)}):
         layer.merge(adapter_names=[ADAPTER])

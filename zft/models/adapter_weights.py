@@ -1,4 +1,4 @@
-"""The weights of a model with an adapter, one unit at a time: the base's under PEFT's names, the adapter's first values.
+"""The weights of a model with an adapter, one unit at a time: the base's under PEFT's names, and first values.
 
 The first A of a layer depends on the seed and the layer's name alone: the same on every rank, at every world size, in
 whatever order units are read. DoRA's magnitudes are the norms of the base's rows, taken as their unit streams in.
@@ -35,9 +35,9 @@ class AdapterFile:
     def read(self, key: str) -> Tensor:
         return self.file.read(key)
 
-    def check(self, keys: dict[str, tuple[int, ...]]) -> None:
-        """Exactly these tensors with these shapes, or ZftError."""
-        there = {name: entry.shape for name, entry in self.file.entries.items()}
+    def check(self, keys: dict[str, tuple[int, ...]], beside: set[str]) -> None:
+        """Exactly these tensors with these shapes, but for those of `beside`, or ZftError."""
+        there = {name: entry.shape for name, entry in self.file.entries.items() if name not in beside}
         problems = [f"{name} is missing" for name in keys.keys() - there.keys()]
         problems += [f"{name} has no place in this model" for name in there.keys() - keys.keys()]
         problems += [
@@ -60,7 +60,18 @@ class AdapterWeights:
         self._keys = adapter_keys(model)
         if saved is not None:
             parameters = model.state_dict(keep_vars=True)
-            saved.check({key: tuple(parameters[name].shape) for name, key in self._keys.items()})
+            # PEFT saves the base's embedding too where an adapter sits on it
+            beside = {key for key in saved.file.entries if key in self.base_of and key not in self._keys.values()}
+            saved.check({key: tuple(parameters[name].shape) for name, key in self._keys.items()}, beside)
+            self._check_unchanged(sorted(beside))
+
+    def _check_unchanged(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            (own,) = (tensor for _, tensor in self.base.read([self.base_of[key]]))
+            if not torch.equal(self.saved.read(key).float(), own.float()):
+                raise ZftError(
+                    f"{self.saved.folder} was trained on another {self.base_of[key]}; name its own base model"
+                )
 
     @staticmethod
     def base_names(model: nn.Module) -> dict[int, str]:
@@ -69,7 +80,7 @@ class AdapterWeights:
         return {id(tensor): name for name, tensor in reversed(tensors)}
 
     def _wrapped_names(self, names: dict[int, str]) -> dict[str, str]:
-        """Engine's name -> base's name, of everything whose first value is the base's: frozen, or a copy to be trained."""
+        """PEFT's name -> base's name, of all whose first value is the base's: frozen, or a copy to be trained."""
         found = {}
         for name, tensor in [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]:
             original = name.replace(f".modules_to_save.{ADAPTER}.", ".original_module.")
@@ -80,7 +91,7 @@ class AdapterWeights:
         return found
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """(name, CPU tensor) of parameters and buffers; adapter tensors in float32, the base's in the checkpoint's dtype."""
+        """(name, CPU tensor) of parameters and buffers: the adapter's in float32, the base's in its files' dtype."""
         inside = {self.base_of[name]: name for name in names if name in self.base_of}
         trained = [name for name in names if name not in self.base_of or self._is_saved(name)]
         inside = {base: name for base, name in inside.items() if name not in trained}
@@ -96,6 +107,8 @@ class AdapterWeights:
 
     def close(self) -> None:
         self.base.close()
+        if self.saved is not None:
+            self.saved.file.close()
 
     def _is_saved(self, name: str) -> bool:
         return self.saved is not None and name in self._keys
@@ -105,7 +118,7 @@ class AdapterWeights:
 
     def _first(self, name: str) -> Tensor:
         """An adapter tensor's value before training."""
-        path, _, leaf = name.rpartition(".")
+        path = name.rpartition(".")[0]
         parts = path.split(".")
         for depth in range(len(parts), 0, -1):
             owner = self.model.get_submodule(".".join(parts[:depth]))
@@ -139,7 +152,7 @@ class AdapterWeights:
 
 @torch.no_grad()
 def first_values(layer: Any, key: str, init: bool | str = True) -> dict[str, Tensor]:
-    """{local name: float32 CPU tensor} of a LoRA layer's A and B, by PEFT's own initialisation with a seed from `key`."""
+    """{local name: float32 CPU tensor} of a LoRA layer's A and B, by PEFT's initialisation with a seed from `key`."""
     places = [
         (name, module, leaf)
         for name, module in layer.named_modules()

@@ -1,4 +1,4 @@
-"""Adapters on a model that lies on meta: PEFT's own layers, their first values, and the base's weights under PEFT's names.
+"""Adapters on a model that lies on meta: PEFT's own layers, their first values, the base's weights under PEFT's names.
 
 model = build_model(folder); source = HubWeights(folder, model)
 model, source = attach_adapter(model, source, MethodConfig(name="lora"))      # a PeftModel, and what the engine reads
@@ -16,7 +16,15 @@ from torch import nn
 
 from zft.config import Method, MethodConfig, ZftError
 from zft.models.adapter_weights import ADAPTER, AdapterFile, AdapterWeights
-from zft.models.targets import ALL_LINEAR, adaptable_modules, find_targets, endings, linear_layers, linear_types, matches
+from zft.models.targets import (
+    ALL_LINEAR,
+    adaptable_modules,
+    endings,
+    find_targets,
+    linear_layers,
+    linear_types,
+    matches,
+)
 
 INITS = {"default": True, "gaussian": "gaussian"}
 """First values of A and B, by their name in `method.init`; none of them looks at the base's weights."""
@@ -65,11 +73,12 @@ def lora_config(model: nn.Module, method: MethodConfig, new_tokens: Sequence[int
         )
     targets = find_targets(model, method.targets)
     modules = adaptable_modules(model)
-    for name in method.modules_to_save:
-        if not matches(name, dict(model.named_modules())):
+    names = [name for name, _ in model.named_modules() if name]
+    for entry in method.modules_to_save:
+        if not matches(entry, names):
+            could = dict.fromkeys(name.rpartition(".")[2] for name in names if not name[-1].isdigit())
             raise ZftError(
-                f"method.modules_to_save names {name!r}, which no module is called; it could be one of "
-                f"{', '.join(dict.fromkeys(n.rpartition('.')[2] for n, m in model.named_modules() if n and not n[-1].isdigit()))}"
+                f"method.modules_to_save names {entry!r}, which no module is called; it could be {', '.join(could)}"
             )
     conv = any(type(modules[name]) is linear_types()[1] for t in targets.modules for name in matches(t, modules))
     plain = method.targets == (ALL_LINEAR,)
@@ -98,10 +107,12 @@ def saved_config(folder: Path, method: MethodConfig) -> Any:
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise ZftError(f"method.adapter={folder} has no usable adapter_config.json ({str(error)[:120]})") from error
     if not isinstance(config, LoraConfig):
-        raise ZftError(f"method.adapter={folder} is a {config.peft_type} adapter; zft goes on with LoRA, rsLoRA and DoRA")
+        raise ZftError(f"method.adapter={folder} is a {config.peft_type} adapter; zft goes on with LoRA, rsLoRA, DoRA")
     init = config.init_lora_weights
     if not isinstance(init, bool) and init not in INITS.values():
-        raise ZftError(f"method.adapter={folder} was initialised with {init}, which changes the base's weights; convert it first")
+        raise ZftError(
+            f"method.adapter={folder} was initialised with {init}, which changes the base's weights; convert it first"
+        )
     if config.bias != "none":
         raise ZftError(f"method.adapter={folder} trains biases (bias={config.bias!r}); only bias='none' is supported")
     kind = Method.dora if config.use_dora else Method.rslora if config.use_rslora else Method.lora
@@ -132,7 +143,7 @@ def check_tied(model: nn.Module, config: Any) -> None:
 
 
 def quantizable(wrapped: Any) -> frozenset[str]:
-    """Names of the frozen weights that QLoRA quantizes: those of linear layers and stacks of experts, not the head's."""
+    """Names of the frozen weights that QLoRA quantizes: of linear layers and stacks of experts, not the head's."""
     ends = [end for end in (wrapped.get_input_embeddings(), wrapped.get_output_embeddings()) if end is not None]
     kept = {id(p) for end in ends for p in end.parameters()}
     linear = {id(m.weight) for m in wrapped.modules() if isinstance(m, linear_types())}
@@ -155,4 +166,6 @@ def _check_variants(wrapped: Any) -> None:
     for name, module in wrapped.named_modules():
         for variant in getattr(module, "lora_variant", {}).values():
             if type(variant).__name__ not in _VARIANTS:
-                raise ZftError(f"{name} would become a {type(variant).__name__}, which zft doesn't support; use LoRA, rsLoRA or DoRA")
+                raise ZftError(
+                    f"{name} would be a {type(variant).__name__}, which zft doesn't support; use LoRA or DoRA"
+                )

@@ -1,11 +1,11 @@
 """NF4: a frozen weight in 4.5 bits an element, as bitsandbytes lays it out (QLoRA, arXiv 2305.14314, section 3).
 
-blob of n elements (n a multiple of 128): n / 2 bytes of codes, the first of a pair in the high half; then n / 64 float32
-scales, the largest magnitude of each block. Blocks run through the flat weight, as bitsandbytes' do with blocksize 64 and
-no double quantization.
+blob of n elements (n a multiple of 128): n / 2 bytes of codes, the first of a pair in the high half; then n / 64
+float32 scales, the largest magnitude of each block. Blocks run through the flat weight, as bitsandbytes' do with
+blocksize 64 and no double quantization.
 
-On a CPU by our own kernels, because they are faster than bitsandbytes' and torchao's (scripts/bench_nf4.py); elsewhere by
-torch's operators. The engine sees only `nbytes`, `encode` and `decode`.
+On a CPU by our own kernels, because they are faster than bitsandbytes' and torchao's (scripts/bench_nf4.py);
+elsewhere by torch's operators. The engine sees only `nbytes`, `encode` and `decode`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Nf4:
         def work(start: int) -> None:
             part = out[start : start + PIECE_NUMEL]
             wide = part if part.dtype == torch.float32 else torch.empty(part.numel())
-            blocks = slice(start // BLOCK, (start + part.numel()) // BLOCK)
-            _decode(codes[start // 2 : (start + part.numel()) // 2].numpy(), scales[blocks].numpy(), _TABLE, wide.numpy())
+            bytes_ = codes[start // 2 : (start + part.numel()) // 2]
+            blocks = scales[start // BLOCK : (start + part.numel()) // BLOCK]
+            _decode(bytes_.numpy(), blocks.numpy(), _TABLE, wide.numpy())
             if wide is not part:
                 part.copy_(wide)
 

@@ -43,7 +43,7 @@ def find_targets(model: nn.Module, wanted: Sequence[str], key: str = "method.tar
         if not found and not inside:
             raise ZftError(
                 f"{key} names {entry!r}, which matches nothing; it could match {ALL_LINEAR}, "
-                f"{', '.join(endings([*modules, *parameters]))}, or a pattern over full names such as {[*modules][0]}"
+                f"{', '.join(endings([*modules, *parameters]))}, or a pattern over full names such as {next(iter(modules))}"
             )
         plain = plain and entry != ALL_LINEAR and is_plain(entry) and bool(found)
         full |= dict.fromkeys(found)
