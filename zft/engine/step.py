@@ -87,6 +87,7 @@ class Stepper:
             totals = self._count(micro_batches, loss_fn)
             parts.gradients.begin(self._now(lr) if self.immediate else None)
             self._waves(micro_batches, totals, loss_fn)
+            parts.fetcher.settle()  # weights fetched on a wrong guess must not be taken for those after an update
             result = self._decide(totals, lr)
         except BaseException as error:
             self._recover(error)
