@@ -32,8 +32,9 @@ def main() -> int:
     return 0
 
 
-def make(shape: str, folder: Path, layers: int | None = None) -> int:
-    """Write the folder; returns its number of parameters. The values depend on the shape alone."""
+def make(shape: str, folder: Path, layers: int | None = None, **changed) -> int:
+    """Write the folder; returns its number of parameters. changed: other fields of the config. The values depend on the shape
+    alone."""
     from transformers import AutoConfig
 
     rows = yaml.safe_load((ROOT / "zft" / "plan" / "models.yaml").read_text(encoding="utf-8"))
@@ -41,7 +42,7 @@ def make(shape: str, folder: Path, layers: int | None = None) -> int:
     if not found:
         sys.exit(f"no shape {shape!r}; choose {', '.join([*SHORT, *(row['alias'] for row in rows.values())])}")
     values = dict(found[0]["config"])
-    values |= {"num_hidden_layers": layers} if layers else {}
+    values |= changed | ({"num_hidden_layers": layers} if layers else {})
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     config.dtype = "bfloat16"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""zft: everything on NVMe, or everything on the device. Variants: nvme, device, nvme-immediate, nvme-offload."""
+"""zft. Variants: nvme, device, nvme-immediate, nvme-offload, or fields of EngineConfig as JSON."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,14 +13,18 @@ from common import arguments, fresh, micro_batches, run_steps  # noqa: E402
 from zft.api import Engine, EngineConfig  # noqa: E402
 
 
+VARIANTS: dict[str, dict] = {
+    "nvme": {},
+    "device": dict.fromkeys(("param_tier", "state_tier", "grad_tier"), "device"),
+    "nvme-immediate": {"max_grad_norm": None, "nonfinite": "raise"},
+    "nvme-offload": {"activation": "offload", "activation_tier": "nvme"},
+}
+
+
 def main() -> None:
     options = arguments()
-    tier = "device" if options.variant == "device" else "nvme"
-    settings = {"param_tier": tier, "state_tier": tier, "grad_tier": tier, "nvme_dir": fresh(options.work / "zft")}
-    if options.variant == "nvme-immediate":
-        settings |= {"max_grad_norm": None, "nonfinite": "raise"}
-    if options.variant == "nvme-offload":
-        settings |= {"activation": "offload", "activation_tier": "nvme"}
+    settings = dict.fromkeys(("param_tier", "state_tier", "grad_tier"), "nvme") | {"nvme_dir": fresh(options.work / "zft")}
+    settings |= json.loads(options.variant) if options.variant.startswith("{") else VARIANTS[options.variant]
     batches = micro_batches(options)
     with Engine.from_pretrained(options.model, EngineConfig(**settings)) as engine:
         parameters = sum(p.numel() for p in engine.model.parameters())

@@ -20,7 +20,7 @@ from zft.plan.traffic import boundary_bytes, carrying_units, is_immediate
 from zft.tiers.activations import EXTENT_BYTES
 
 MIB = 1 << 20
-PROCESS_BYTES = 420 * MIB
+PROCESS_BYTES = 470 * MIB
 """Python with torch, transformers and the compiled update loaded, and what they allocate (measured, torch 2.13)."""
 CUDA_CONTEXT_BYTES = 600 * MIB
 """The driver's context, cuBLAS workspaces and fragmentation, on the device."""
