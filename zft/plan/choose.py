@@ -20,7 +20,7 @@ HEADROOM = 0.95
 TOLERANCE = 1.05
 """Excess over free memory from which on a placement that the user named is refused; the plan may err by so much."""
 NEARLY = 1.03
-"""Placements whose step is this close to the fastest are told apart by wear and by room."""
+"""Placements whose step is this close to the fastest are told apart by wear, then by how near the device they are."""
 
 ShapeFor = Callable[[RunConfig, World], ModelShape]
 
@@ -150,7 +150,7 @@ def choose(
         raise ZftError(refusal(plans, run, shape_for))
     best_s = fitting[0].time.seconds
     near = [plan for plan in fitting if plan.time.seconds <= best_s * NEARLY]
-    chosen = min(near, key=lambda plan: (plan.traffic.total.nvme_write, -_spare(plan), plan.time.seconds))
+    chosen = min(near, key=lambda plan: (plan.traffic.total.nvme_write, _distance(plan), plan.time.seconds))
     others = [plan for plan in fitting if plan is not chosen]
     others += sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.time.seconds)
     return Choice(chosen, _why(chosen, fitting, plans), others)
@@ -163,10 +163,10 @@ def candidates(run: RunConfig, rates: Rates) -> Iterator[EngineConfig]:
         yield replace(run.engine, **dict(zip(run.auto_tiers, choice, strict=True)))
 
 
-def _spare(plan: Plan) -> float:
-    """The smallest share of room that is left, of device and host."""
-    rows = [(plan.memory.total(tier), plan.rooms[tier]) for tier in (Tier.device, Tier.cpu)]
-    return min(1 - used / room for used, room in rows if room)
+def _distance(plan: Plan) -> int:
+    """How far from the device its tiers are, together."""
+    order = list(Tier)
+    return sum(order.index(getattr(plan.config, name)) for name in ("param_tier", "state_tier", "grad_tier"))
 
 
 def _why(chosen: Plan, fitting: list[Plan], plans: list[Plan]) -> str:
