@@ -42,7 +42,8 @@ def evaluate(
         raise ZftError(f"on which data? zft eval {what} data=FILE, or --tasks A,B with lm_eval installed")
     run, checkpoint = _chosen(what, overrides)
     if run.nproc > 1 and "WORLD_SIZE" not in os.environ:
-        raise ZftError(f"zft eval starts no ranks, got nproc={run.nproc}; use torchrun --nproc-per-node={run.nproc} -m zft eval …")
+        start = f"torchrun --nproc-per-node={run.nproc} -m zft eval …"
+        raise ZftError(f"zft eval starts no ranks, got nproc={run.nproc}; use {start}")
 
     from zft.dist import World
     from zft.train.evaluate import evaluate_model
@@ -52,8 +53,8 @@ def evaluate(
         found = evaluate_model(run, world, base_config(find_recipe(run.recipe, Path.cwd())), checkpoint)
     if world.is_main:
         step = None if checkpoint is None else int(checkpoint.name.split("-")[1].split(".")[0])
-        figures = {"model": what, "step": step, "data": [source.path for source in run.data], "perplexity": found.perplexity}
-        _show(figures | vars(found), as_json)
+        named = {"model": what, "step": step, "data": [source.path for source in run.data]}
+        _show(named | vars(found) | {"perplexity": found.perplexity}, as_json)
 
 
 def _chosen(what: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:

@@ -39,15 +39,18 @@ def line_chart(title: str, lines: list[Line], unit: str = "") -> str:
     parts = []
     for mark in marks:
         _, y = place(x_low, mark)
-        parts.append(f'<line class=grid x1={LEFT} x2={WIDTH - 12} y1={y:.1f} y2={y:.1f} />')
+        parts.append(f"<line class=grid x1={LEFT} x2={WIDTH - 12} y1={y:.1f} y2={y:.1f} />")
         parts.append(f'<text class=tick x={LEFT - 6} y={y + 4:.1f} text-anchor=end>{short(mark)}</text>')
     for x, anchor in ((x_low, "start"), (x_high, "end")):
-        parts.append(f'<text class=tick x={place(x, y_low)[0]:.1f} y={HEIGHT - 6} text-anchor={anchor}>step {x:.0f}</text>')
+        across = place(x, y_low)[0]
+        parts.append(f"<text class=tick x={across:.1f} y={HEIGHT - 6} text-anchor={anchor}>step {x:.0f}</text>")
     for line in lines:
         parts += _curve(line, place)
-    keys = "".join(f"<span class='key {line.style}'>{escape(line.name)}</span>" for line in lines) if len(lines) > 1 else ""
+    keys = "".join(f"<span class='key {line.style}'>{escape(line.name)}</span>" for line in lines)
+    keys = keys if len(lines) > 1 else ""
     head = f"<figcaption>{escape(title)}{f' <small>{escape(unit)}</small>' if unit else ''}{keys}</figcaption>"
-    return f"<figure>{head}<svg viewBox='0 0 {WIDTH} {HEIGHT}' role=img aria-label='{escape(title)}'>{''.join(parts)}</svg></figure>"
+    frame = f"viewBox='0 0 {WIDTH} {HEIGHT}' role=img aria-label='{escape(title)}'"
+    return f"<figure>{head}<svg {frame}>{''.join(parts)}</svg></figure>"
 
 
 def _curve(line: Line, place) -> list[str]:
@@ -57,13 +60,15 @@ def _curve(line: Line, place) -> list[str]:
     for x, y in thinned(line.points):
         if not math.isfinite(y):
             across = place(x, 0)[0]
-            parts.append(f"<path class=bad d='M{across - 4:.1f} {HEIGHT - BOTTOM}l4 -7l4 7z'><title>step {x:.0f}: {y}</title></path>")
+            mark = f"M{across - 4:.1f} {HEIGHT - BOTTOM}l4 -7l4 7z"
+            parts.append(f"<path class=bad d='{mark}'><title>step {x:.0f}: {y}</title></path>")
             path.append(None)
             continue
         across, up = place(x, y)
         path.append(f"{across:.1f} {up:.1f}")
         if few:
-            parts.append(f"<circle class='{line.style}' cx={across:.1f} cy={up:.1f} r=2.5><title>step {x:.0f}: {y:.6g}</title></circle>")
+            told = f"<title>step {x:.0f}: {y:.6g}</title>"
+            parts.append(f"<circle class='{line.style}' cx={across:.1f} cy={up:.1f} r=2.5>{told}</circle>")
     pieces, piece = [], []
     for each in [*path, None]:
         if each is None and piece:
@@ -139,9 +144,11 @@ def timeline(steps: list[Span], spans: list[Span], longest: str) -> str:
         mark = " class=longest" if lane == longest else ""
         parts.append(f"<text{mark} x=0 y={y + 16}>{lane}</text>")
         parts.append(f"<rect class=track x={left} y={y} width={width - left} height={row - 4} />")
-        parts += [_block(span, left + (max(span.start_s, start) - start) * scale, y, scale, end) for span in merged(shown, 0.3 / scale)]
+        for span in merged(shown, 0.3 / scale):
+            parts.append(_block(span, left + (max(span.start_s, start) - start) * scale, y, scale, end))
         y += row
-    return f"<svg class=wide viewBox='0 0 {width} {y + 4}' role=img aria-label='timeline of {len(steps)} steps'>{''.join(parts)}</svg>"
+    frame = f"viewBox='0 0 {width} {y + 4}' role=img aria-label='timeline of {len(steps)} steps'"
+    return f"<svg class=wide {frame}>{''.join(parts)}</svg>"
 
 
 def _block(span: Span, x: float, y: float, scale: float, end: float) -> str:
@@ -156,8 +163,10 @@ def merged(spans: list[Span], gap_s: float) -> list[Span]:
     for span in sorted(spans, key=lambda span: span.start_s):
         last = out[-1] if out else None
         is_tiny = span.end_s - span.start_s < 3 * gap_s
-        if last and is_tiny and last.lane == span.lane and span.start_s - last.end_s < gap_s and last.end_s - last.start_s < 20 * gap_s:
-            out[-1] = Span(last.lane, last.name if last.name.endswith("…") else f"{last.name} …", last.start_s, max(last.end_s, span.end_s))
+        is_near = last and last.lane == span.lane and span.start_s - last.end_s < gap_s
+        if is_tiny and is_near and last.end_s - last.start_s < 20 * gap_s:
+            name = last.name if last.name.endswith("…") else f"{last.name} …"
+            out[-1] = Span(last.lane, name, last.start_s, max(last.end_s, span.end_s))
         else:
             out.append(span)
     return out

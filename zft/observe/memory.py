@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from statistics import median
 
 GIB = 2**30
-TIERS = (("host memory", "host_rss", "peak_host_bytes"), ("device memory", "device", "peak_device_bytes"), ("NVMe", "nvme", "nvme_bytes"))
+TIERS = (
+    ("host memory", "host_rss", "peak_host_bytes"), ("device memory", "device", "peak_device_bytes"),
+    ("NVMe", "nvme", "nvme_bytes"),
+)  # fmt: skip
 ROUTES = (
-    ("nvme_read", "read from NVMe"), ("nvme_write", "written to NVMe"), ("h2d", "into the device"), ("d2h", "out of the device")
+    ("nvme_read", "read from NVMe"), ("nvme_write", "written to NVMe"), ("h2d", "into the device"),
+    ("d2h", "out of the device"),
 )  # fmt: skip
 
 
@@ -36,10 +40,11 @@ def memory_rows(metrics: list[dict], planned: dict) -> list[Row]:
 
 
 def traffic_rows(metrics: list[dict], planned: dict) -> list[Row]:
-    """Bytes of a usual step: the median of those that were not skipped, without the first (it has no update to make)."""
+    """Bytes of a usual step: the median of those not skipped, without the first (it has no update to make)."""
     steady = [row for row in metrics if not row["skipped"]][1:] or metrics
     formula = planned.get("traffic_bytes", {})
-    rows = [Row(text, round(median(row["traffic_bytes"][key] for row in steady)), formula.get(key)) for key, text in ROUTES]
+    usual = {key: round(median(row["traffic_bytes"][key] for row in steady)) for key, _ in ROUTES}
+    rows = [Row(text, usual[key], formula.get(key)) for key, text in ROUTES]
     return [row for row in rows if row.measured_bytes or row.planned_bytes]
 
 

@@ -1,4 +1,4 @@
-"""report.html: what a run did, in one page that needs nothing else. Made of metrics.jsonl, trace.json and report.json."""
+"""report.html: what a run did, in one page, made of metrics.jsonl, trace.json, plan.json and report.json."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def write_report(folder: Path) -> Path:
     if not metrics:
         raise ZftError(f"{folder} has no finished step to report; `zft resume {folder}` goes on")
     partial = folder / f".{PAGE}"
-    partial.write_text(page(folder.name, metrics, read_facts(folder), trace.read(folder)), encoding="utf-8")
+    html = page(folder.name, metrics, read_facts(folder), trace.read(folder))
+    partial.write_text(html, encoding="utf-8")
     partial.replace(folder / PAGE)
     return folder / PAGE
 
@@ -103,7 +104,8 @@ def _warnings(metrics: list[dict]) -> str:
     if not skipped:
         return ""
     steps = ", ".join(map(str, skipped[:8])) + (" …" if len(skipped) > 8 else "")
-    return f"<p class=warn>{len(skipped)} of {len(metrics)} steps were skipped: their gradient was not finite (step {steps}).</p>"
+    why = f"their gradient was not finite (step {steps})"
+    return f"<p class=warn>{len(skipped)} of {len(metrics)} steps were skipped: {why}.</p>"
 
 
 def _tiles(metrics: list[dict], facts: dict) -> str:
@@ -206,13 +208,15 @@ def _data(data: dict | None) -> str:
     facts = [
         ["format", data["format"]],
         ["rows", f"{data['rows']:,}" + (f", and {data['eval_rows']:,} held out" if data["eval_rows"] else "")],
-        ["tokens", f"{data['tokens']:,}, of which {data['supervised_tokens']:,} ({data['supervised_share']:.1%}) are trained on"],
+        ["tokens", f"{data['tokens']:,}"],
+        ["trained on", f"{data['supervised_tokens']:,} tokens ({data['supervised_share']:.1%})"],
         ["cut", f"{data['cut']:,} sequences longer than {data['seq_len']:,} tokens"],
         ["dropped", ", ".join(f"{count:,} {why}" for why, count in data["dropped"].items()) or "0"],
         ["length", f"{lengths['min']:,} to {lengths['max']:,} tokens, median {lengths['median']:,}"],
-        *(["packed", f"into {data['packs']:,} rows of {data['seq_len']:,} tokens"] for _ in [0] if data["packs"] is not None),
-        *(["note", note] for note in data["notes"]),
     ]
+    if data["packs"] is not None:
+        facts.append(["packed", f"into {data['packs']:,} rows of {data['seq_len']:,} tokens"])
+    facts += [["note", note] for note in data["notes"]]
     most = max((row["sequences"] for row in data["histogram"]), default=0) or 1
     bars = "".join(
         f"<tr><td class=n>{row['from']}–{row['to']}<td style='width:80%'>"
@@ -222,7 +226,8 @@ def _data(data: dict | None) -> str:
     sample = "".join(
         f"<mark>{escape(piece['text'])}</mark>" if piece["supervised"] else escape(piece["text"]) for piece in data["sample"]
     )
-    shown = f"<details open><summary>A sequence</summary><p class=sub><mark>Marked</mark> text is trained on.</p><pre>{sample}</pre></details>"
+    legend = "<p class=sub><mark>Marked</mark> text is trained on.</p>"
+    shown = f"<details open><summary>A sequence</summary>{legend}<pre>{sample}</pre></details>"
     histogram = f"<details><summary>Tokens per sequence</summary><table>{bars}</table></details>"
     return f"<div class=card>{_table(facts)}{shown if sample else ''}{histogram if bars else ''}</div>"
 
@@ -232,7 +237,7 @@ def _samples(samples: list[dict] | None) -> str:
     if not samples:
         return ""
     rows = "".join(
-        f"<tr><td>{escape(sample['prompt'])}<td><pre>{escape(sample['before'])}</pre><td><pre>{escape(sample['after'])}</pre>"
+        "<tr>" + "".join(f"<td><pre>{escape(sample[part])}</pre>" for part in ("prompt", "before", "after"))
         for sample in samples
     )
     return f"<div class='card scroll'><table><tr><th>prompt<th>before<th>after{rows}</table></div>"

@@ -18,16 +18,18 @@ def keep_about(run: RunConfig, model: torch.nn.Module, report: Any, total_steps:
     recipe, train, engine = Path(run.recipe).stem, run.train, run.engine
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
     trained, whole = sum(n for n, wanted in counts if wanted), sum(n for n, _ in counts)
+    tiers = f"weights {engine.param_tier}, state {engine.state_tier}, gradients {engine.grad_tier}"
+    rows = f"{train.micro_batch_size} rows of up to {train.seq_len:,} tokens"
     facts = [
         ("model", run.model),
         ("data", ", ".join(source.path for source in run.data)),
         ("method", str(run.method.name)),
         ("parameters", f"{trained:,} trained" + (f" of {whole:,}" if whole != trained else "")),
-        ("tiers", f"stage {engine.stage}; weights {engine.param_tier}, state {engine.state_tier}, gradients {engine.grad_tier}"),
+        ("tiers", f"stage {engine.stage}; {tiers}"),
         ("precision", str(engine.precision)),
         ("activations", str(engine.activation)),
         ("optimizer", f"{type(engine.optim).__name__}, learning rate {train.lr:g}, {train.schedule}"),
-        ("a step", f"{train.grad_accum_steps} × {train.micro_batch_size} rows of up to {train.seq_len:,} tokens on a rank"),
+        ("a step", f"{train.grad_accum_steps} × {rows} on a rank"),
         ("torch", torch.__version__),
         ("transformers", version("transformers")),
     ]
