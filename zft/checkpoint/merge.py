@@ -65,8 +65,8 @@ def merged_weight(layer: Any, weight: Tensor, values: dict[str, Tensor]) -> Tens
     LoRA: W + scale * B A (arXiv 2106.09685, section 4.1); DoRA: that, its rows scaled to the magnitudes (2402.09353).
     """
     if hasattr(layer, "token_indices"):
-        rows = values[f"trainable_tokens_delta.{ADAPTER}"].to(weight.dtype)
-        return weight.index_copy(0, torch.tensor(layer.token_indices[ADAPTER]), rows)
+        rows = values[f"trainable_tokens_delta.{ADAPTER}"]
+        return weight.float().index_copy(0, torch.tensor(layer.token_indices[ADAPTER]), rows)
     base, leaf = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
     with lent(layer, values), lent(base, {leaf: weight.to(torch.float32, copy=True)}):
         layer.merge(adapter_names=[ADAPTER])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +20,8 @@ from zft.precision import Field
 
 WEIGHT_FIELDS = ("hi", "lo", "master")
 """The fields that make up a weight; the others are moments."""
+_WRAPPED = re.compile(r"\.(?:lora_|base_layer|token_adapter|modules_to_save|original_module)")
+"""What PEFT puts behind the name of a module that it wraps."""
 
 
 class StoredWeights:
@@ -58,11 +61,11 @@ class StoredWeights:
 
 
 def by_layer(names: Iterable[str]) -> Iterator[list[str]]:
-    """Runs of names that belong to the same numbered layer: `model.layers.3`; other names stand alone."""
+    """Runs of names that belong to the same numbered layer: `model.layers.3`; others stand alone, with their adapter."""
     return (list(run) for _, run in groupby(names, key=_layer))
 
 
 def _layer(name: str) -> str:
     parts = name.split(".")
     at = next((place for place, part in enumerate(parts) if part.isdigit()), None)
-    return name if at is None else ".".join(parts[: at + 1])
+    return _WRAPPED.split(name)[0] if at is None else ".".join(parts[: at + 1])
