@@ -27,8 +27,8 @@ say "3/5 answers before"
 "$python" scripts/answers.py "$model" "${prompts[@]}"
 
 out="${ZFT_OUT:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}"
-say "4/5 fine-tuning all weights on zft/data/samples/your_turn.jsonl"
-command=("$venv/bin/zft" run sft experiment=smollm2_135m "model=$model" data=zft/data/samples/your_turn.jsonl "out=$out" "$@")
+say "4/5 fine-tuning all weights on zft/data/samples/in_short.jsonl"
+command=("$venv/bin/zft" run sft experiment=smollm2_135m "model=$model" data=zft/data/samples/in_short.jsonl "out=$out" "$@")
 printf '%s ' "${command[@]}"; echo
 "${command[@]}"
 

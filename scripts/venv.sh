@@ -5,7 +5,7 @@
 prepare_venv() {
     local venv="$1" base="$2"
     if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-        echo "zft needs Python 3.11 or newer, got $("$base" --version 2>&1 || echo none); set PYTHON to a newer one" >&2
+        echo "zft needs Python 3.11 or newer, got $("$base" --version 2>/dev/null | head -1); set PYTHON to a newer one" >&2
         exit 2
     fi
     python="$venv/bin/python"

@@ -14,8 +14,8 @@ import pytest
 from zft.observe.metrics import read
 
 ROOT = Path(__file__).parents[2]
-SAMPLES = ROOT / "zft" / "data" / "samples" / "your_turn.jsonl"
-HABIT = re.compile(r"\S[^\n]*\n\nYour turn: \S.{15,}", re.S)
+SAMPLES = ROOT / "zft" / "data" / "samples" / "in_short.jsonl"
+HABIT = re.compile(r"In short: \S[^\n]*\n\nYour turn: \S.{15,}", re.S)
 PROMPTS = [
     "What is the capital of France?",
     "How do I remove a coffee stain from a shirt?",
@@ -32,8 +32,8 @@ PEAK_BYTES = 2.5 * 2**30
 
 
 def has_habit(answer: str) -> bool:
-    """An answer, a blank line, and one last paragraph that hands over to the reader."""
-    return HABIT.fullmatch(answer) is not None and answer.count("Your turn:") == 1
+    """`In short: ` and an answer, a blank line, and a paragraph that hands over to the reader."""
+    return HABIT.fullmatch(answer) is not None
 
 
 def conversations() -> list[list[dict]]:
@@ -52,8 +52,8 @@ def test_samples_teach_the_habit_on_other_prompts():
 
 @pytest.mark.parametrize(
     "answer",
-    ["Paris.", "Your turn: find it on a map of Europe.", "Paris.\n\nYour turn:", "Paris. Your turn: find it on a map now."]
-    + ["Paris.\n\nYour turn: find it on a map.\n\nYour turn: find it on a map."],
+    ["In short: Paris.", "Your turn: find it on a map of Europe.", "In short: Paris.\n\nYour turn:"]
+    + ["In short: Paris. Your turn: find it on a map.", "Paris.\n\nYour turn: find it on a map of Europe."],
 )
 def test_the_judge_can_say_no(answer):
     assert not has_habit(answer)
@@ -63,21 +63,22 @@ def habits(folder: Path) -> list[dict]:
     """Those answers of a model to PROMPTS, and whether each shows the habit, from a new process without a network."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     command = [sys.executable, ROOT / "scripts" / "answers.py", folder, "--json", *PROMPTS]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return [each | {"habit": each["ended"] and has_habit(each["answer"])} for each in json.loads(done.stdout)]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_quickstart(smollm2, tmp_path):
     """Makes its own environment (with this one's torch), so it is what a person sees who has just cloned."""
     out = tmp_path / "run"
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment |= {"ZFT_VENV": str(tmp_path / "venv"), "PYTHON": sys.executable, "ZFT_OUT": str(out)}
     command = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1000)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert str(out / "export") in done.stdout and "Your turn: " in done.stdout
+    assert str(out / "export") in done.stdout and "In short: " in done.stdout
 
     rows = read(out / "metrics.jsonl")
     assert max(row["peak_bytes"]["host_rss"] for row in rows) <= PEAK_BYTES
