@@ -1,4 +1,4 @@
-"""The quickstart: its sample data, and the whole script on the real model, judged by plain transformers in new processes."""
+"""The quickstart: its sample data, and the whole script on the real model, judged by plain transformers."""
 
 from __future__ import annotations
 
