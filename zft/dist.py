@@ -7,6 +7,8 @@ integers between the hosts, so that agreeing on an order or an error never synch
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,6 +20,9 @@ from zft.config import ZftError
 ROW_INTS = 32
 """Every agreement is made of rows of this many integers, so that a rank that fails can answer whichever comes next."""
 _WELL, _FAILED = 0, 1
+# torch 2.13 renamed them, and warns of the older names
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class RankError(RuntimeError):
@@ -75,7 +80,8 @@ class World:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return
-        dist.all_gather_single(_bytes(full), _bytes(shard), group=self.mesh.shard_group)
+        with self._in_contact():
+            _all_gather(_bytes(full), _bytes(shard), group=self.mesh.shard_group)
 
     def reduce_shards(self, full: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of this rank's slice of full [shard_ranks * n] -> [n]. `full` is scratch afterwards."""
@@ -84,15 +90,18 @@ class World:
         if mesh.shard > 1:
             count = full.numel() // mesh.shard
             shard = torch.empty(count, dtype=full.dtype, device=full.device)
-            dist.reduce_scatter_single(shard, full, group=mesh.shard_group)
+            with self._in_contact():
+                _reduce_scatter(shard, full, group=mesh.shard_group)
         if mesh.replicate > 1:
-            dist.all_reduce(shard, group=mesh.replicate_group)
+            with self._in_contact():
+                dist.all_reduce(shard, group=mesh.replicate_group)
         return shard
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place, on the compute device's group."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            with self._in_contact():
+                dist.all_reduce(tensor)
         return tensor
 
     def sum_over_shards(self, values: list[float]) -> list[float]:
@@ -147,14 +156,22 @@ class World:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
+    @contextmanager
+    def _in_contact(self) -> Iterator[None]:
+        """A collective that fails or waits too long says that another rank is gone or elsewhere."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank} lost contact with another rank: {str(error).splitlines()[0]}") from error
+
     def _exchange(self, values: list[int]) -> list[list[int]]:
         row = torch.zeros(ROW_INTS, dtype=torch.int64)
         row[: len(values)] = torch.tensor(values, dtype=torch.int64)
         rows = [torch.empty_like(row) for _ in range(self.size)]
-        try:
+        with self._in_contact():
             dist.all_gather(rows, row, group=self.control)
-        except RuntimeError as error:
-            raise RankError(f"rank {self.rank} lost contact with another rank: {str(error).splitlines()[0]}") from error
         found = [r.tolist() for r in rows]
         failed = [rank for rank, r in enumerate(found) if r[0] == _FAILED]
         if failed and values[0] != _FAILED:
