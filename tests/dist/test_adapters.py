@@ -66,10 +66,18 @@ def test_parity(size, tmp_path):
                 assert max(worst) <= 1e-6, (arch, cell, worst)
 
 
-@pytest.mark.parametrize("name", ["dora", "rslora"])
-def test_parity_of_variants(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dora", {}),
+        ("rslora", {"targets": ("lm_head", "embed_tokens", "up_proj")}),
+        ("lora", {"modules_to_save": ("lm_head", "model.norm"), "targets": ("q_proj",)}),
+    ],
+)
+def test_parity_of_variants(name, options, tmp_path):
+    """DoRA; adapters on the embedding and the head, whose loss takes another path; modules trained in full."""
     base = base_folder("llama", tmp_path / "base")
-    adapter = random_adapter(base, tmp_path / "adapter", method(name))
+    adapter = random_adapter(base, tmp_path / "adapter", method(name, **options))
     for found in run_ranks(2, parity, str(base), str(adapter), name, str(tmp_path)):
         assert max(max(worst) for worst in found.values()) <= 1e-6, found
 
@@ -116,3 +124,28 @@ def test_export_is_whole_at_every_world_size(size, tmp_path):
         assert name.startswith("base_model.model.model.layers.") and name.endswith(".weight") and "default" not in name
         assert shape == ((4, 32) if "lora_A" in name else (rows, 4)) and is_set, name
     assert (tmp_path / "merged" / "model.safetensors").stat().st_size > 10_000
+
+
+def quantized(base: str, adapter: str, folder: str) -> dict[str, list]:
+    """{stage and tier: losses, and all weights as they compute} of two steps of QLoRA."""
+    found = {}
+    for stage, tier in ((3, "nvme"), (3, "device"), (2, "cpu"), (0, "nvme")):
+        config = engine_config(precision="bf16", stage=stage, param_tier=tier, nvme_dir=f"{folder}/tiers-{stage}{tier}")
+        with Engine.from_pretrained(base, config, method=method("qlora", adapter=adapter)) as engine:
+            rank, size = engine.world.rank, engine.world.size
+            losses = [engine.step(batches(MICRO_BATCHES, seed=seed)[rank::size]).loss for seed in range(2)]
+            frozen = {n: t.numpy() for unit in engine.stream_units() for n, t in unit.items() if "base_layer" in n}
+            found[f"{stage} {tier}"] = [losses, {name: value.copy() for name, value in frozen.items()}]
+    return found
+
+
+def test_quantized_weights_are_the_same_on_any_ranks_stage_and_tier(tmp_path):
+    base = base_folder("llama", tmp_path / "base", dtype=torch.bfloat16)
+    adapter = random_adapter(base, tmp_path / "adapter", method())
+    one = run_ranks(1, quantized, str(base), str(adapter), str(tmp_path / "1"))[0]["3 device"]
+    assert len(one[1]) == 14
+    for size in (1, 2, 3):
+        for cells in run_ranks(size, quantized, str(base), str(adapter), str(tmp_path / str(size))):
+            for cell, (losses, weights) in cells.items():
+                assert losses == pytest.approx(one[0], abs=1e-5), (size, cell)
+                assert all((weights[name] == value).all() for name, value in one[1].items()), (size, cell)
