@@ -94,16 +94,96 @@ class Odd(Toy):
         return 0.0
 
 
+class Autocast(Toy):
+    """The model itself chooses a context for some of its layers."""
+
+    def body(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.layers[0](x)
+        x = self.layers[1](x.float())
+        with torch.autocast("cpu", enabled=False):
+            return self.layers[2](x)
+
+
+class PassingOn(Toy):
+    """A unit that hands its input through, unchanged, beside its output; the model then changes what it got in place."""
+
+    keeps_graph = True
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1].forward = lambda x: (x, Layer.forward(self.layers[1], x), x.view_as(x))
+
+    def body(self, x):
+        x = self.layers[0](x)
+        same, y, view = self.layers[1](x)
+        if not self.keeps_graph:  # autograd itself refuses this where it saved the input
+            view.mul_(3.0)
+            same.add_(1.0).div_(3.0)
+            view = view / 3.0
+            same = same * 3.0 - 1.0
+        return self.layers[2](y * same.square() + view)
+
+
+class Identity(Toy):
+    """A unit that does nothing, and in-place work on what it returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1].forward = lambda x: x
+
+    def body(self, x):
+        x = self.layers[0](x)
+        x = self.layers[1](x)
+        x.mul_(2.0)
+        return self.layers[2](x)
+
+
+class NoGradFirst(Toy):
+    """A look ahead without gradients, through the same units."""
+
+    def body(self, x):
+        with torch.no_grad():
+            ahead = self.layers[1](self.layers[0](x))
+        for layer in self.layers:
+            x = layer(x)
+        return x * ahead.mean()
+
+
 class Noisy(Toy):
     def __init__(self):
         super().__init__(dropout=0.3)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("kind", [Shared, Backwards, InPlace, Glue, Odd])
+@pytest.mark.parametrize("kind", [Shared, Backwards, InPlace, Glue, Odd, PassingOn, Identity, NoGradFirst])
 @pytest.mark.parametrize("wave", [None, 1])
 def test_equals_the_plain_loop(kind, activation, wave):
     assert_equals_plain(kind, toy_batches(3, steps=3), activation=activation, wave=wave)
+
+
+@pytest.mark.parametrize("activation", ["full", "selective", "offload"])
+def test_an_input_that_a_unit_hands_on_may_be_changed_in_place(activation, monkeypatch):
+    """The recompute still sees what the unit saw."""
+    data = toy_batches(3, steps=2)
+    plain = plain_loop(PassingOn(), data, ADAMW, "fp32", 1.0, square_loss)
+    monkeypatch.setattr(PassingOn, "keeps_graph", False)
+    with Engine(PassingOn(), toy_config(activation=activation)) as engine:
+        losses = [engine.step(mbs, loss_fn=square_loss).loss for mbs in data]
+        assert losses == pytest.approx(plain.losses, rel=1e-5) and apart(weights_of(engine), plain.weights) <= 1e-5
+
+
+def test_a_context_that_the_model_chose_holds_in_the_recompute():
+    data, found = toy_batches(3, steps=3), []
+    plain = plain_loop(Autocast(), data, ADAMW, "fp32", 1.0, square_loss)
+    for activation in ACTIVATIONS:
+        with Engine(Autocast(), toy_config(activation=activation)) as engine:
+            losses = [engine.step(mbs, loss_fn=square_loss).loss for mbs in data]
+            found.append((losses, weights_of(engine)))
+            assert losses == pytest.approx(plain.losses, abs=1e-3)  # its gradients are divided ahead of the rounding
+    for losses, weights in found[1:]:
+        assert losses == found[0][0] and same_bits(weights, found[0][1])
+    assert found[0][0][0] == pytest.approx(plain.losses[0], abs=1e-6)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -216,7 +296,8 @@ def test_a_step_leaves_the_callers_random_stream_alone():
         assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_changed_input_of_a_unit_is_an_error():
+@pytest.mark.parametrize("activation", ["full", "selective", "offload"])
+def test_a_changed_input_of_a_unit_is_an_error(activation):
     class Vandal(Toy):
         def body(self, x):
             x = self.layers[0](x)
@@ -224,11 +305,26 @@ def test_a_changed_input_of_a_unit_is_an_error():
             x.add_(1.0)  # layer 1 would be computed again from another input
             return self.layers[2](x + y)
 
-    with Engine(Vandal(), toy_config()) as engine:
+    with Engine(Vandal(), toy_config(activation=activation)) as engine:
         start = weights_of(engine)
         with pytest.raises(RuntimeError, match="changed in place"):
             engine.step(toy_batches(1)[0], loss_fn=square_loss)
         assert same_bits(weights_of(engine), start)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_loss_that_runs_the_model_twice(activation):
+    """As a preference loss does."""
+
+    def loss(model, mb):
+        first, second = model(**mb), model(mb["input_ids"].flip(-1))
+        return (first - second.detach() * 0.5).square().sum() + (first * second).sum(), float(first.numel())
+
+    data = toy_batches(2, steps=3)
+    plain = plain_loop(Toy(), data, ADAMW, "fp32", 1.0, loss)
+    with Engine(Toy(), toy_config(activation=activation)) as engine:
+        assert [engine.step(mbs, loss_fn=loss).loss for mbs in data] == pytest.approx(plain.losses, abs=1e-6, rel=1e-6)
+        assert apart(weights_of(engine), plain.weights) <= 1e-6
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

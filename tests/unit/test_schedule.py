@@ -165,7 +165,7 @@ def test_wrong_guesses_cost_time_and_nothing_else(update, tmp_path):
             pool = engine.parts.fetcher.host
             weights.append(dict(engine.named_parameters()))
             assert len(pool.taken) <= 1, "more than the leftovers' staging buffer was not given back"
-            assert len(pool.free) <= 4
+            assert sum(map(len, pool.free.values() if isinstance(pool.free, dict) else [pool.free])) <= 4
     assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
 
 

@@ -118,12 +118,15 @@ class Gates:
             else:
                 with torch.no_grad():
                     output = self.inner[unit](*args, **kwargs)
-            return self._cut(output, entry)
+            return self._cut(output, entry, {tensor.untyped_storage().data_ptr() for tensor in tensors})
         finally:
             self.entry = None
 
-    def _cut(self, output: Any, entry: Entry) -> Any:
-        """The output with every floating tensor replaced by an alias whose gradient lands in a slot."""
+    def _cut(self, output: Any, entry: Entry, inputs: set[int]) -> Any:
+        """The output with every floating tensor replaced by an alias whose gradient lands in a slot.
+
+        inputs: storages of the unit's inputs. One that it hands on is copied: the alias may change in place, the input not.
+        """
         keeps = entry.graph is not None
         flat, spec = tree_flatten(output)
         for place, leaf in enumerate(flat):
@@ -134,7 +137,8 @@ class Gates:
                 if keeps:
                     entry.graph.outputs.append(leaf)
                 if slot is not None:
-                    flat[place] = Cut.apply(self.anchor, slot, leaf.detach(), not keeps)
+                    handed_on = not keeps and leaf.untyped_storage().data_ptr() in inputs
+                    flat[place] = Cut.apply(self.anchor, slot, leaf.detach().clone() if handed_on else leaf.detach(), not keeps)
         return tree_unflatten(flat, spec)
 
     def _head(self, unit: Unit, micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:

@@ -76,12 +76,13 @@ class KeptTensor:
 
     def fetch(self, unit_name: str) -> torch.Tensor:
         """The value, as a leaf; raises RuntimeError if somebody changed it in place since it was kept."""
-        value = self.value if isinstance(self.value, torch.Tensor) else self.value.get()
-        if isinstance(self.value, torch.Tensor) and value._version != self.version:
+        here = self.value if isinstance(self.value, torch.Tensor) else self.value.shared
+        if here is not None and here._version != self.version:
             raise RuntimeError(
                 f"an input of {unit_name} was changed in place after the unit had used it; "
                 "the model must not modify hidden states in place after handing them to a layer"
             )
+        value = self.value if isinstance(self.value, torch.Tensor) else self.value.get()
         return value.detach().requires_grad_(self.requires_grad)
 
 

@@ -20,6 +20,8 @@ class Boundary:
         self.store, self.shape, self.dtype, self.device = store, tensor.shape, tensor.dtype, tensor.device
         self.numel_bytes = tensor.numel() * tensor.dtype.itemsize
         self.host: torch.Tensor | None = None
+        self.shared: torch.Tensor | None = None
+        """The tensor itself, where `host` is its memory: it must not change until `get`."""
         self.place: tuple[NvmeFile, int] | None = None
         self.written: Future | None = None
         self.reading: Future | None = None
@@ -59,7 +61,9 @@ class ActivationStore:
         boundary = Boundary(self, tensor)
         self.traffic.add("d2h", boundary.numel_bytes)
         if self.tier is Tier.cpu and tensor.device.type == "cpu":
-            boundary.host = tensor.contiguous().view(-1).view(torch.uint8)
+            flat = tensor.contiguous()
+            boundary.host = flat.view(-1).view(torch.uint8)
+            boundary.shared = tensor if flat.data_ptr() == tensor.data_ptr() else None
             return boundary
         host = aligned_empty(boundary.numel_bytes)
         host.view(tensor.dtype).copy_(tensor.reshape(-1))
