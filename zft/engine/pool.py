@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
 
+from zft.engine.layout import round_up
 from zft.tiers.cpu import Arena, aligned_empty
 from zft.tiers.device import Event
 
@@ -37,15 +39,22 @@ class PinnedMemory:
             arena.close()
 
 
+SHRINK = 8
+"""Buffers come in the pool's capacity, an eighth of it, an eighth of that, ..."""
+
+
 class BufferPool:
-    """Buffers of one size class. `acquire` hands out a free one, makes another, or waits where `limit` are out already."""
+    """Buffers of few sizes. `acquire` hands out a free one, makes another, or waits where `limit` are out already.
+
+    A unit has large and small groups (a frozen layer and its adapter): a small one must not hold a buffer for a large one.
+    """
 
     def __init__(
         self, capacity_bytes: int, make: Callable[[int], torch.Tensor] = aligned_empty, limit: int | None = None
     ):
         self.capacity_bytes = max(capacity_bytes, 4096)
         self.make, self.limit = make, limit
-        self.free: list[tuple[torch.Tensor, Event]] = []
+        self.free: dict[int, list[tuple[torch.Tensor, Event]]] = defaultdict(list)
         self.taken: dict[int, torch.Tensor] = {}
         self.changed = threading.Condition()
 
@@ -57,9 +66,11 @@ class BufferPool:
         """As `acquire`, with the point at which the buffer's last user is through with it."""
         needed = numel * dtype.itemsize
         assert needed <= self.capacity_bytes, f"{needed} bytes asked of a pool of {self.capacity_bytes}-byte buffers"
+        size = self._size(needed)
         with self.changed:
-            self.changed.wait_for(lambda: self.free or self.limit is None or len(self.taken) < self.limit)
-            raw, event = self.free.pop() if self.free else (self.make(self.capacity_bytes), Event())
+            free = self.free[size]
+            self.changed.wait_for(lambda: free or self.limit is None or len(self.taken) < self.limit)
+            raw, event = free.pop() if free else (self.make(size), Event())
             tensor = raw[:needed].view(dtype)
             self.taken[tensor.data_ptr()] = raw
         return tensor, event
@@ -69,8 +80,15 @@ class BufferPool:
         with self.changed:
             raw = self.taken.pop(tensor.data_ptr(), None)
             assert raw is not None, "a buffer was released twice or never came from this pool"
-            self.free.append((raw, event or Event()))
+            self.free[raw.numel()].append((raw, event or Event()))
             self.changed.notify()
+
+    def _size(self, needed: int) -> int:
+        """The smallest of the pool's sizes that holds `needed` bytes."""
+        size = self.capacity_bytes
+        while (smaller := round_up(size // SHRINK, 4096)) >= needed and smaller < size:
+            size = smaller
+        return size
 
     def owns(self, tensor: torch.Tensor) -> bool:
         with self.changed:
