@@ -247,3 +247,69 @@ def test_the_harness_shows_each_ranks_traceback():
     with pytest.raises(RanksFailed) as caught:
         run_ranks(2, raises)
     assert list(caught.value.errors) == [1] and "Broken: here" in str(caught.value)
+
+
+def nan_on_one_rank() -> tuple[str, str]:
+    rank = int(os.environ["RANK"])
+
+    def loss(model, mb):
+        total, weight = square_loss(model, mb)
+        return total * (float("nan") if rank == 1 else 1.0), weight
+
+    with Engine(Toy(), toy_config(max_grad_norm=None, nonfinite="raise")) as engine:
+        with pytest.raises((FloatingPointError, RankError)) as caught:
+            engine.step(toy_batches(2)[0][rank::2], loss_fn=loss)
+        with pytest.raises(RuntimeError) as after:
+            engine.step(toy_batches(2)[0][rank::2], loss_fn=square_loss)
+        return type(caught.value).__name__, str(after.value)
+
+
+def test_a_non_finite_gradient_while_updates_run_stops_all_ranks():
+    outcomes = run_ranks(2, nan_on_one_rank)
+    assert "FloatingPointError" in {name for name, _ in outcomes}
+    assert all("resume from the last checkpoint" in text for _, text in outcomes)
+
+
+class Peeking(Toy):
+    """Uses a layer's weight outside of that layer."""
+
+    def body(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.layers[0].inner.weight.sum()
+
+
+def peek(stage: int) -> str:
+    rank = int(os.environ["RANK"])
+    with Engine(Peeking(), toy_config(stage=stage)) as engine:
+        with pytest.raises(RuntimeError) as caught:
+            engine.step(toy_batches(2)[0][rank::2], loss_fn=square_loss)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_sharded_weight_read_outside_of_its_unit_is_a_loud_error(stage):
+    """Case 58: never a finite wrong result."""
+    assert any("meta" in text for text in run_ranks(2, peek, stage))
+
+
+def skip_and_evaluate(size: int) -> list[float]:
+    """Case 56: a layer that odd steps skip, and evaluation between steps."""
+    from tests.parity.cells import batches
+    from tests.tiny import tiny_model
+
+    rank, found = int(os.environ["RANK"]), []
+    model = tiny_model("llama", num_hidden_layers=3)
+    with Engine(model, toy_config()) as engine:
+        layers = model.model.layers
+        for number, mbs in enumerate(batches(2, 4)):
+            model.model.layers = layers if number % 2 == 0 else torch.nn.ModuleList([layers[0], layers[2]])
+            model.model.config.num_hidden_layers = len(model.model.layers)
+            found.append(engine.step(mbs[rank::size]).loss)
+            found.append(engine.evaluate(mbs[rank::size]).loss)
+    return found
+
+
+def test_a_skipped_layer_and_evaluation_between_steps():
+    one, two = run_ranks(1, skip_and_evaluate, 1)[0], run_ranks(2, skip_and_evaluate, 2)
+    assert two[0] == two[1] == pytest.approx(one, abs=1e-6) and len(set(one)) == 8
