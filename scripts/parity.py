@@ -2,10 +2,10 @@
 
     python scripts/parity.py > scripts/results/parity.txt
 
-A cell is one setting of world, stage, accumulation, wave, activation, placements, precision, optimizer and update. In each:
-the first step's loss and gradients (and, for half precision, weights) equal the plain loop's; float32 equals it to 1e-6 to
-the end; half precision ends with the same loss; and the bits of the whole record are those of a run with everything on the
-device. Then each architecture in float32. Exits with 1 if a cell failed or was not run.
+A cell is one setting of world, stage, accumulation, wave, activation, placements, precision, optimizer and update. In
+each: the first step's loss and gradients (and, for half precision, weights) equal the plain loop's; float32 equals it to
+1e-6 to the end; half precision ends with the same loss; and the bits of the whole record are those of a run with
+everything on the device. Then each architecture in float32. Exits with 1 if a cell failed or was not run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def main() -> int:
     print_header()
     cells = matrix(options.strength, options.cells)
     wanted = combinations_of(AXES, options.strength, allowed)
-    print(f"{len(wanted & covered(cells, options.strength))} of {len(wanted)} combinations of {options.strength} values occur")
+    print(
+        f"{len(wanted & covered(cells, options.strength))} of {len(wanted)} "
+        f"combinations of {options.strength} values occur"
+    )
     print(" ".join(AXES))
     jobs: list[tuple[str, Callable[[], str]]] = [(name_of(cell), lambda cell=cell: check_cell(cell)) for cell in cells]
     jobs += [(f"{name}, {world} ranks", lambda name=name, world=world: check_architecture(name, world))
@@ -63,11 +66,16 @@ def run(number: int, name: str, check: Callable[[], str]) -> bool:
 
 
 def print_header() -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run(["git", "status", "--porcelain", "-uno", "zft"], cwd=ROOT, capture_output=True, text=True).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "-uno", "zft"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
     print(f"python scripts/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
     print(f"commit {commit}{' (with changes in zft)' if changed.strip() else ''}, Python {platform.python_version()}, "
-          f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}, one thread a rank")  # fmt: skip
+          f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}, "
+          "one thread a rank")  # fmt: skip
 
 
 if __name__ == "__main__":

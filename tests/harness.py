@@ -1,6 +1,6 @@
 """Runs a function on several gloo ranks, each a real process forked from one warm parent, under a hard time-out.
 
-    losses = run_ranks(2, train, "llama", config)      # train(world_size, "llama", config) on each rank
+losses = run_ranks(2, train, "llama", config)      # train(world_size, "llama", config) on each rank
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ class Rank:
     outcome: tuple[str, Any] | None = None
 
 
-def run_ranks(size: int, function: Callable, *args: Any, timeout_s: float = 120.0, group_timeout_s: float = GROUP_TIMEOUT_S) -> list:
+def run_ranks(
+    size: int, function: Callable, *args: Any, timeout_s: float = 120.0, group_timeout_s: float = GROUP_TIMEOUT_S
+) -> list:
     """[function(*args) of rank 0, 1, …]; each rank sees RANK and WORLD_SIZE, and the process group if size > 1.
 
     `function` is a module-level one. Raises RanksFailed if a rank raises, dies or isn't through after `timeout_s`; then
-    none is left running. Arguments and results travel by plain pickle (torch's own would share memory with a dead process).
+    none is left running. Arguments and results travel by plain pickle: torch's own shares memory with a dead process.
     """
     outcomes = run_ranks_to_end(size, function, *args, timeout_s=timeout_s, group_timeout_s=group_timeout_s)
     errors = {rank: text for rank, (kind, text) in enumerate(outcomes) if kind != "value"}
@@ -64,7 +66,9 @@ def run_ranks_to_end(
     """Per rank ("value", result), ("error", traceback), ("died", exit status) or ("hung", stacks)."""
     context = _warm_context()
     with tempfile.TemporaryDirectory(prefix="zft-ranks-") as folder:
-        ranks = [_start(context, Path(folder), (number, size), group_timeout_s, function, args) for number in range(size)]
+        ranks = [
+            _start(context, Path(folder), (number, size), group_timeout_s, function, args) for number in range(size)
+        ]
         try:
             _collect(ranks, time.monotonic() + timeout_s)
         finally:
@@ -78,11 +82,15 @@ def run_ranks_to_end(
 def _warm_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm"])
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        dict.fromkeys([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    )
     return context
 
 
-def _start(context: Any, folder: Path, place: tuple[int, int], group_timeout_s: float, function: Callable, args: tuple) -> Rank:
+def _start(
+    context: Any, folder: Path, place: tuple[int, int], group_timeout_s: float, function: Callable, args: tuple
+) -> Rank:
     ours, theirs = context.Pipe(duplex=False)
     stacks = folder / f"stacks-{place[0]}"
     task = (theirs, place, str(folder / "store"), str(stacks), group_timeout_s, pickle.dumps((function, args)))
@@ -133,7 +141,9 @@ def _rank_main(pipe, place: tuple[int, int], store: str, stacks: str, group_time
             function, args = pickle.loads(task)
             if size > 1:
                 timeout = timedelta(seconds=group_timeout_s)
-                dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=size, timeout=timeout)
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{store}", rank=number, world_size=size, timeout=timeout
+                )
             outcome = ("value", function(*args))
         except BaseException:
             outcome = ("error", traceback.format_exc())

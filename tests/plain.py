@@ -1,4 +1,4 @@
-"""The reference: a plain PyTorch training loop over all rows, one process, float32 masters. Shares no code with the engine."""
+"""The reference: a plain PyTorch loop over all rows, one process, float32 masters. Shares no code with the engine."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ class Lion(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             for p in (p for p in group["params"] if p.grad is not None):
                 m = self.state[p].setdefault("m", torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * (beta1 * m + (1 - beta1) * p.grad).sign())
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(
+                    group["lr"] * (beta1 * m + (1 - beta1) * p.grad).sign()
+                )
                 m.mul_(beta2).add_(p.grad, alpha=1 - beta2)
 
 
 def plain_loop(
-    model: nn.Module, steps: list[list[Batch]], optim: Optim, precision: str = "fp32", max_grad_norm: float | None = None,
-    loss_fn: Callable | None = None,
+    model: nn.Module, steps: list[list[Batch]], optim: Optim, precision: str = "fp32",
+    max_grad_norm: float | None = None, loss_fn: Callable | None = None,
 ) -> Run:  # fmt: skip
-    """Train `model` (float32) on all micro-batches of each step; the model computes with the rounded masters, in float32.
+    """Train `model` (float32) on all micro-batches of each step; it computes with the rounded masters, in float32.
 
     loss_fn(model, micro_batch) -> (sum, weight) replaces the cross-entropy.
     """

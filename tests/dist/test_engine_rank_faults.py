@@ -1,4 +1,4 @@
-"""A rank that raises, dies, hangs or has a full disk: an error on every rank within the time-out; a clean step afterwards."""
+"""A rank that raises, dies, hangs or has a full disk: an error on every rank within the time-out, a clean step after."""
 
 import errno
 import os
@@ -225,7 +225,9 @@ def test_agreements():
         assert one["ints"] == [[r * 100 + i for i in range(70)] for r in range(3)] and one["none"] == [[], [], []]
         assert one["floats"] == [[0.1 * (r + 1), float("inf")] for r in range(3)]
         assert one["sum"] == [sum([0.1, 0.2, 0.1 * 3])] and one["object"] == {"rank": 0}
-        assert one["agree"] == ("ValueError: mine" if rank == 1 else f"RankError: rank 1 failed; this rank ({rank}) stops with it")
+        assert one["agree"] == (
+            "ValueError: mine" if rank == 1 else f"RankError: rank 1 failed; this rank ({rank}) stops with it"
+        )
 
 
 def bad_mesh() -> str:

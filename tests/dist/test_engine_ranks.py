@@ -1,4 +1,4 @@
-"""Several ranks: uneven data, different paths, different experts, replicas, non-finite steps. Each equals one process on all rows."""
+"""Several ranks: uneven data, different paths, different experts, replicas, non-finite steps: as one process on all rows."""
 
 import math
 import os
@@ -171,7 +171,8 @@ def _train_tiny(arch: str, rows: list[list[dict]], settings: dict) -> tuple[list
 def test_ranks_that_take_different_paths_stay_in_step(paths):
     """Layers skipped or repeated or in another order on one rank only: no hang, and the sum is right."""
     shares = [
-        [[{**mb, "path": torch.tensor(path, dtype=torch.long)} for mb in mbs] for mbs in toy_batches(2, 3)] for path in paths
+        [[{**mb, "path": torch.tensor(path, dtype=torch.long)} for mb in mbs] for mbs in toy_batches(2, 3)]
+        for path in paths
     ]
     assert_equals_plain(RankPath, shares)
 
@@ -201,7 +202,12 @@ def _noisy(shares: list[list[list[dict]]]) -> list[float]:
 @pytest.mark.parametrize("compact", [False, True])
 def test_replicas_round_alike_from_the_start(settings, compact, tmp_path):
     """Half-way weights round away from zero in the record; a copy of another rank's range must do so, too."""
-    settings = {**settings, "precision": "bf16", "nvme_dir": str(tmp_path / "tiers"), "optim": type(ADAMW)(compact=compact)}
+    settings = {
+        **settings,
+        "precision": "bf16",
+        "nvme_dir": str(tmp_path / "tiers"),
+        "optim": type(ADAMW)(compact=compact),
+    }
     replicas = run_ranks(2, _half_way_replicas, settings)
     assert replicas[0] == replicas[1]
 

@@ -1,4 +1,4 @@
-"""The engine on a GPU equals a plain loop on the CPU, in any placement; device memory stays constant; nothing waits for the host."""
+"""The engine on a GPU equals a plain loop on the CPU, in any placement; device memory stays constant."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""One cell of the parity matrix: the engine at some setting against the plain loop, and against itself on one placement."""
+"""One cell of the parity matrix: the engine at some setting against the plain loop, and against itself at home."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ EXACT = 1e-6
 
 
 def allowed(cell: Cell) -> bool:
-    """8-bit records exist for bf16 only; fp16 looks for overflows, so that it can't update in the backward pass; a rank without
-    rows needs another that has some."""
+    """8-bit records exist for bf16 only; fp16 looks for overflows, so that it can't update in the backward pass; a rank
+    without rows needs another that has some."""
     compact = cell["optimizer"] != "compact" or cell["precision"] == "bf16"
     overflow = cell["update"] != "backward" or cell["precision"] != "fp16"
     return compact and overflow and (cell["rows"] == "even" or cell["world"] > 1)
@@ -119,8 +119,10 @@ def working_ranks(cell: Cell) -> int:
     return cell["world"] - (cell["rows"] == "uneven")
 
 
-def train(config: EngineConfig, build: Callable[[], nn.Module], rows: tuple[int, int], steps: int, look: bool) -> RankRun:
-    """Runs on each rank: `steps` steps on this rank's share. rows: (micro-batches of a step, ranks that they are dealt to).
+def train(
+    config: EngineConfig, build: Callable[[], nn.Module], rows: tuple[int, int], steps: int, look: bool
+) -> RankRun:
+    """Runs on each rank: `steps` steps on its share. rows: (micro-batches of a step, ranks that they are dealt to).
 
     The model is built here: transformers' recorder of router logits doesn't survive pickling.
     """
@@ -132,13 +134,16 @@ def train(config: EngineConfig, build: Callable[[], nn.Module], rows: tuple[int,
         first = dict(engine.named_parameters()) if look else {}
         results += [engine.step(mbs) for mbs in data[1:]]
         weights = dict(engine.named_parameters())
-        spans = {r.group.name: [(s.name, s.offset, s.shape) for s in r.group.layout.spans] for r in engine.parts.records.values()}
+        spans = {
+            r.group.name: [(s.name, s.offset, s.shape) for s in r.group.layout.spans]
+            for r in engine.parts.records.values()
+        }
         losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
         return RankRun(losses, norms, gradients, first, weights, digest_of(engine), spans)
 
 
 def first_gradients(engine: Engine) -> dict[str, tuple[int, torch.Tensor]] | None:
-    """This rank's ranges of the first step's gradients, where they wait; or from the first moments, where they have stepped."""
+    """This rank's ranges of the first step's gradients, where they wait; where they have stepped, from the moments."""
     optim, found = engine.config.optim, {}
     if getattr(optim, "compact", False) and engine.stepper.immediate:
         return None  # 8-bit moments don't tell
@@ -150,7 +155,10 @@ def first_gradients(engine: Engine) -> dict[str, tuple[int, torch.Tensor]] | Non
         if engine.stepper.immediate:
             found[group.name] = (ranges.state_start, get_field(record, "m", 0, ranges.state_numel) / share)
         else:
-            found[group.name] = (ranges.grad_start, get_field(record, "grad", 0, ranges.grad_numel) / engine.parts.loss_scale)
+            found[group.name] = (
+                ranges.grad_start,
+                get_field(record, "grad", 0, ranges.grad_numel) / engine.parts.loss_scale,
+            )
     return found
 
 
@@ -245,8 +253,8 @@ def compare_first(cell: Cell, ranks: list[RankRun], plain: Run, plain_first: Run
 
 
 def _compare_first_weights(cell: Cell, rank: RankRun, plain: Run, flipped: dict[str, torch.Tensor]) -> None:
-    """Where the gradients are the same, so are the weights; where the gradient was rounded the other way, or so small that
-    its sign is noise, a step's length bounds the difference."""
+    """Where the gradients are the same, so are the weights; where the gradient was rounded the other way, or so small
+    that its sign is noise, a step's length bounds the difference."""
     lr = OPTIMIZERS[cell["optimizer"]].lr
     for name, expected in plain.weights.items():
         if not rank.first:
@@ -272,7 +280,9 @@ def compare_losses(rank: RankRun, plain: Run) -> str:
     apart = abs(rank.losses[-1] - plain.losses[-1])
     fallen = plain.losses[0] - plain.losses[-1]
     assert fallen > 0.1, f"the plain loss fell by {fallen:.3f} only: nothing to compare"
-    assert apart <= 0.02 * fallen, f"last losses {rank.losses[-1]:.5f} and {plain.losses[-1]:.5f} after a fall of {fallen:.3f}"
+    assert apart <= 0.02 * fallen, (
+        f"last losses {rank.losses[-1]:.5f} and {plain.losses[-1]:.5f} after a fall of {fallen:.3f}"
+    )
     return f"{len(rank.losses)} steps: last loss {apart:.1e} of a fall of {fallen:.2f}"
 
 
@@ -289,7 +299,9 @@ def check_bits(cell: Cell, config: EngineConfig, rows: tuple[int, int]) -> str:
     return "same bits as on the device"
 
 
-def _train_both(placed: EngineConfig, at_home: EngineConfig, build: Callable, rows: tuple[int, int]) -> tuple[RankRun, RankRun]:
+def _train_both(
+    placed: EngineConfig, at_home: EngineConfig, build: Callable, rows: tuple[int, int]
+) -> tuple[RankRun, RankRun]:
     return train(placed, build, rows, 2, False), train(at_home, build, rows, 2, False)
 
 

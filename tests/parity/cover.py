@@ -24,7 +24,9 @@ def cover(axes: Mapping[str, Sequence], strength: int, allowed: Callable[[Cell],
     return cells
 
 
-def fill_up(cells: list[Cell], count: int, axes: Mapping[str, Sequence], allowed: Callable[[Cell], bool], seed: int = 1) -> list[Cell]:
+def fill_up(
+    cells: list[Cell], count: int, axes: Mapping[str, Sequence], allowed: Callable[[Cell], bool], seed: int = 1
+) -> list[Cell]:
     """At least `count` different cells: the given ones and random others."""
     chance, cells = random.Random(seed), list(cells)
     while len(cells) < count:
@@ -34,7 +36,9 @@ def fill_up(cells: list[Cell], count: int, axes: Mapping[str, Sequence], allowed
     return cells
 
 
-def combinations_of(axes: Mapping[str, Sequence], strength: int, allowed: Callable[[Cell], bool], chance: random.Random | None = None) -> set:
+def combinations_of(
+    axes: Mapping[str, Sequence], strength: int, allowed: Callable[[Cell], bool], chance: random.Random | None = None
+) -> set:
     """Every combination of `strength` values that some allowed cell contains, as a frozenset of (axis, value)."""
     found, chance = set(), chance or random.Random(0)
     for names in combinations(axes, strength):

@@ -40,7 +40,11 @@ def test_all_27_placements_leave_the_same_bits(optimizer, wave, tmp_path):
 def test_neither_the_number_of_threads_nor_when_updates_run_changes_a_bit(tmp_path):
     tiers = {"param_tier": "nvme", "state_tier": "nvme", "grad_tier": "nvme"}
     found = [
-        bits(EngineConfig(nvme_dir=str(tmp_path / f"{number}"), max_grad_norm=None, optim=OPTIMS["adamw"], **tiers, **settings))
+        bits(
+            EngineConfig(
+                nvme_dir=str(tmp_path / f"{number}"), max_grad_norm=None, optim=OPTIMS["adamw"], **tiers, **settings
+            )
+        )
         for number, settings in enumerate(
             [{}, {"update_threads": 1}, {"update_threads": 5, "nvme_threads": 1}, {"nonfinite": "raise"}]
         )
@@ -72,7 +76,9 @@ def test_gradients_in_half_precision_equal_torch_s_own(tmp_path):
     (mb,) = batches(1, 1)[0]
     tokens = int((mb["labels"][:, 1:] != -100).sum())
     out = model.train()(**{k: v for k, v in mb.items() if k != "labels"}, use_cache=False)
-    loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].float().flatten(0, 1), mb["labels"][:, 1:].flatten(), reduction="sum")
+    loss = torch.nn.functional.cross_entropy(
+        out.logits[:, :-1].float().flatten(0, 1), mb["labels"][:, 1:].flatten(), reduction="sum"
+    )
     (loss / tokens).backward()
     expected = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
     with Engine(tiny_model("llama", dtype=torch.bfloat16), EngineConfig(compute_dtype="bfloat16")) as engine:

@@ -76,7 +76,7 @@ def test_parked_inside_no_grad_and_autocast(order):
 
 
 def test_parked_inside_mode_stacks():
-    """A default device (a function mode), a dispatch mode and saved-tensor hooks stay with the coroutine that entered them."""
+    """A default device (a function mode), a dispatch mode and saved-tensor hooks stay with who entered them."""
     counting, packed = Counting(), []
 
     def with_modes(mb):

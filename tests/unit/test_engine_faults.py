@@ -1,5 +1,5 @@
-"""Steps that fail: an exception anywhere, non-finite gradients, a full disk. Afterwards the engine goes on as if they had not
-been, or says that it cannot."""
+"""Steps that fail: an exception anywhere, non-finite gradients, a full disk. Afterwards the engine goes on as if they
+had not been, or says that it cannot."""
 
 import errno
 import math
@@ -14,7 +14,11 @@ from tests.toy import Toy, same_bits, square_loss, toy_batches, toy_config, weig
 from zft.api import Engine
 from zft.config import ZftError
 
-TIERS = [{}, {"param_tier": "nvme", "state_tier": "nvme", "grad_tier": "nvme"}, {"param_tier": "cpu", "grad_tier": "nvme"}]
+TIERS = [
+    {},
+    {"param_tier": "nvme", "state_tier": "nvme", "grad_tier": "nvme"},
+    {"param_tier": "cpu", "grad_tier": "nvme"},
+]
 BACKWARD = {"max_grad_norm": None, "nonfinite": "raise"}
 
 
@@ -233,7 +237,11 @@ def test_a_masked_micro_batch_adds_exactly_nothing():
         expected = engine.step(data), weights_of(engine)
     with Engine(tiny_model("llama"), toy_config()) as engine:
         got = engine.step([data[0], masked(data[1]), *data[1:]]), weights_of(engine)
-    assert (got[0].loss, got[0].tokens, got[0].grad_norm) == (expected[0].loss, expected[0].tokens, expected[0].grad_norm)
+    assert (got[0].loss, got[0].tokens, got[0].grad_norm) == (
+        expected[0].loss,
+        expected[0].tokens,
+        expected[0].grad_norm,
+    )
     assert same_bits(got[1], expected[1])
 
 
@@ -315,7 +323,9 @@ def test_a_disk_that_is_full_in_an_update_stops_the_engine(tmp_path):
             engine.step(toy_batches(2)[0], loss_fn=square_loss)
         disk.left = None
         for call in (lambda: engine.step(toy_batches(2)[0], loss_fn=square_loss), lambda: weights_of(engine)):
-            with pytest.raises(RuntimeError, match="stopped in the middle of an update .*resume from the last checkpoint"):
+            with pytest.raises(
+                RuntimeError, match="stopped in the middle of an update .*resume from the last checkpoint"
+            ):
                 call()
 
 

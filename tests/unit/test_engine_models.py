@@ -1,4 +1,4 @@
-"""Models with unusual habits equal the plain loop: shared and skipped layers, unused, frozen and empty parameters, dropout."""
+"""Models with unusual habits equal the plain loop: shared and skipped layers, unused and frozen parameters, dropout."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ class Autocast(Toy):
 
 
 class PassingOn(Toy):
-    """A unit that hands its input through, unchanged, beside its output; the model then changes what it got in place."""
+    """A unit that hands its input on, unchanged, beside its output; the model then changes what it got in place."""
 
     keeps_graph = True
 

@@ -1,7 +1,7 @@
-"""Traffic of a step equals DESIGN's sums, written out here on their own; the planner's copy is checked in test_traffic_sums.
+"""Traffic of a step equals DESIGN's sums, written out here on their own; the planner's: test_traffic_sums.
 
-A bf16 layer with everything on NVMe and W waves, per parameter: read 12 + 4W - 2 + g, written 12 + g; in 4W, out 2. A wave
-after the first parks 4 out and brings 4 back.
+A bf16 layer with everything on NVMe and W waves, per parameter: read 12 + 4W - 2 + g, written 12 + g; in 4W, out 2. A
+wave after the first parks 4 out and brings 4 back.
 """
 
 import pytest
@@ -15,7 +15,7 @@ BACKWARD = {"max_grad_norm": None, "nonfinite": "raise"}
 
 
 def expected(engine: Engine, waves: int, immediate: bool) -> dict[str, int]:
-    """Bytes of one steady step, untied bf16 model on NVMe: layers, embedding, head, leftovers, each by its padded numel."""
+    """Bytes of one steady step, untied bf16 model on NVMe: layers, embedding, head, leftovers, by padded numel."""
     on_disk = engine.config.grad_tier is Tier.nvme
     total = dict.fromkeys(("nvme_read", "nvme_write", "h2d", "d2h"), 0)
 
@@ -28,7 +28,7 @@ def expected(engine: Engine, waves: int, immediate: bool) -> dict[str, int]:
         is_layer = unit.name.rpartition(".")[2].isdigit()
         visits = waves * (2 if is_layer else 1)  # embedding: no weights backward; head: one visit
         g = 2 if on_disk and not immediate else 0
-        # record 12 once; hi at every other visit, of which the one with the update needs none, unless the update runs backward
+        # record 12 once; hi at each visit, but not at the one with the update, unless that runs in the backward pass
         reads = 12 + g + 2 * (visits if immediate else visits - 1)
         parked = 4 * (waves - 1)
         on_bus = {} if engine.config.grad_tier is Tier.device else {"h2d": parked, "d2h": parked}
@@ -37,7 +37,7 @@ def expected(engine: Engine, waves: int, immediate: bool) -> dict[str, int]:
         add(numel, **({"nvme_read": parked, "nvme_write": parked} if on_disk else {}))
     leftovers = sum(group.layout.padded_numel for group in engine.parts.leftovers.groups)
     g = 2 if on_disk and not immediate else 0
-    # attached once a step: after an update in the backward pass they are read again, else the update leaves them in place
+    # attached once a step: after an update in the backward pass they are read again, else they are in place
     add(leftovers, nvme_read=12 + g + (2 if immediate else 0), nvme_write=12 + g, h2d=2, d2h=2)
     return total
 

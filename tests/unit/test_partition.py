@@ -84,7 +84,9 @@ def test_norms_and_biases_never_decay_and_matrices_do(arch):
     norms = {id(p) for m in model.modules() if is_norm(m) for p in m.parameters(recurse=False)}
     decaying = {name for name, p in model.named_parameters() if decays(name, p, norms)}
     assert {n for n, p in model.named_parameters() if p.dim() >= 2 and not n.endswith("bias")} == decaying
-    assert not any("norm" in name.rpartition(".")[0].rpartition(".")[2].lower() or name.endswith("bias") for name in decaying)
+    assert not any(
+        "norm" in name.rpartition(".")[0].rpartition(".")[2].lower() or name.endswith("bias") for name in decaying
+    )
 
 
 def test_a_norm_is_known_by_its_type_or_its_name():

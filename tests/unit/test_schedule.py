@@ -1,4 +1,4 @@
-"""The schedule: recorded order of fetch, compute, reduce and update against the expected one, also when things take longer."""
+"""The schedule: recorded order of fetch, compute, reduce and update against the expected one, also with delays."""
 
 import os
 import threading
@@ -113,7 +113,7 @@ class Meeting:
 
 
 def meet(method: str, owner: str, expected: list[int], tmp_path) -> None:
-    """A steady step in which the i-th computation of a layer goes on only after expected[i] calls have begun elsewhere."""
+    """A steady step in which the i-th computation of a layer goes on after expected[i] calls have begun elsewhere."""
     with Engine(Toy(), toy_config(nvme_dir=str(tmp_path / "tiers"), **NVME)) as engine:
         for mbs in toy_batches(1, 2):
             engine.step(mbs, loss_fn=square_loss)
