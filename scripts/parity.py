@@ -3,8 +3,8 @@
     python scripts/parity.py > scripts/results/parity.txt
 
 A cell is one setting of world, stage, accumulation, wave, activation, placements, precision, optimizer and update. In
-each: the first step's loss and gradients (and, for half precision, weights) equal the plain loop's; float32 equals it to
-1e-6 to the end; half precision ends with the same loss; and the bits of the whole record are those of a run with
+each, the first step's loss and gradients (and, for half precision, weights) equal the plain loop's; float32 equals it
+to 1e-6 to the end; half precision ends with the same loss; and the bits of the whole record are those of a run with
 everything on the device. Then each architecture in float32. Exits with 1 if a cell failed or was not run.
 """
 

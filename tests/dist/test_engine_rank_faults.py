@@ -1,4 +1,4 @@
-"""A rank that raises, dies, hangs or has a full disk: an error on every rank within the time-out, a clean step after."""
+"""A rank that raises, dies, hangs or has a full disk: an error on every rank in time, and a clean step afterwards."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Several ranks: uneven data, different paths, different experts, replicas, non-finite steps: as one process on all rows."""
+"""Several ranks: uneven data, different paths and experts, replicas, non-finite steps: as one process on all rows."""
 
 import math
 import os
