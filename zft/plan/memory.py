@@ -77,7 +77,7 @@ def memory_of(shape: ModelShape, config: EngineConfig, world: World, batch: Batc
     memory, cuda = Memory(), world.device.type == "cuda"
     _records(memory, shape, config, world, batch)
     _pools(memory, shape, config, world)
-    _activations(memory, shape, config, batch)
+    _activations(memory, shape, config, batch, cuda)
     memory.add(Tier.cpu, "process", PROCESS_BYTES + (CUDA_HOST_BYTES if cuda else 0))
     if cuda:
         memory.add(Tier.device, "context", CUDA_CONTEXT_BYTES)
@@ -166,7 +166,7 @@ def _update_staging(shape: ModelShape, config: EngineConfig) -> int:
     return chunk * max(config.update_threads or len(os.sched_getaffinity(0)), 4)
 
 
-def _activations(memory: Memory, shape: ModelShape, config: EngineConfig, batch: Batch) -> None:
+def _activations(memory: Memory, shape: ModelShape, config: EngineConfig, batch: Batch, cuda: bool) -> None:
     dims, item = shape.dims, shape.compute_bytes
     tokens = batch.wave_tokens(config.wave)
     layers = sum(unit.kind is Kind.LAYER for unit in carrying_units(shape))
@@ -185,8 +185,19 @@ def _activations(memory: Memory, shape: ModelShape, config: EngineConfig, batch:
     memory.add(Tier.device, "hidden states at hand", 2 * per_layer + 2 * tokens * dims.hidden * 4)
     rows = min(batch.micro_tokens, max(1, config.loss_chunk_bytes // (4 * dims.vocab)))
     loss = 2 * rows * dims.vocab * 4 + (rows * dims.vocab * item if item < 4 else 0)
-    unit = batch.micro_tokens * (graph_bytes(shape) + _backward_bytes(shape))
-    memory.add(Tier.device, "activations of a unit, or loss chunk", max(loss, unit))
+    unit = batch.micro_tokens * (graph_bytes(shape) + _backward_bytes(shape)) + _matrix_gradient_bytes(shape)
+    if cuda:
+        memory.add(Tier.device, "activations of a unit, or loss chunk", max(loss, unit))
+        return
+    # the C library keeps what the other has freed
+    memory.add(Tier.device, "activations of a unit", unit)
+    memory.add(Tier.device, "loss chunk", loss)
+
+
+def _matrix_gradient_bytes(shape: ModelShape) -> int:
+    """The largest weight gradient of a layer, before it is added to the sum."""
+    groups = [g for unit in shape.units if unit.kind is Kind.LAYER for g in unit.groups if g.trainable]
+    return max((span.numel * g.compute_bytes for g in groups for span in g.layout.spans), default=0)
 
 
 def graph_bytes(shape: ModelShape) -> int:
