@@ -22,6 +22,7 @@ def here(tmp_path_factory) -> Path:
     """A folder with a full run and a LoRA run."""
     folder = tmp_path_factory.mktemp("export")
     tiny_folder("llama", folder / "model")
+    (folder / "model" / "generation_config.json").write_text('{"eos_token_id": 4}')  # the turns end with 2
     (folder / "chats.jsonl").write_text((json.dumps(CHAT) + "\n") * 3)
     for args in (["out=full"], ["out=lora", "method=lora", "method.r=4"]):
         result = zft(*ARGS, *args, cwd=folder)
@@ -45,12 +46,15 @@ def test_a_run_and_its_checkpoint(here):
         assert tensor.dtype == torch.float32
         assert torch.allclose(tensor, narrow[name].float(), rtol=2**-8, atol=0), name
     assert json.loads((here / "wide" / "config.json").read_text())["dtype"] == "float32"
+    for folder in (exported, here / "again", here / "wide"):
+        assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [4, 2]}, folder
 
 
 def test_an_adapter_and_its_merge(here):
     assert zft("export", "lora", "adapter", cwd=here).returncode == 0
     assert same(here / "lora" / "export" / "adapter_model.safetensors", here / "adapter" / "adapter_model.safetensors")
     assert zft("export", "lora", "merged", "--merge", cwd=here).returncode == 0
+    assert json.loads((here / "merged" / "generation_config.json").read_text()) == {"eos_token_id": [4, 2]}
     base, merged = load_file(here / "model" / "model.safetensors"), load_file(here / "merged" / "model.safetensors")
     adapter = load_file(here / "adapter" / "adapter_model.safetensors")
     assert base.keys() == merged.keys()

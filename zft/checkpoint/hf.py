@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +60,8 @@ class ExportOptions:
     """For the model card: base_model, datasets, license, and anything to list under Training."""
     chat_template: str | None = None
     """The template trained with; None: the tokenizer's own."""
+    stop_ids: Sequence[int] = ()
+    """Tokens that end an answer: generation has to stop at them, as at the base's own."""
     check_values: bool = True
     """Re-read every byte when verifying."""
 
@@ -181,7 +183,7 @@ class Exporter:
     def _write_rest(self) -> list[str]:
         work, model, options = self._work.path, self.model, self.options
         write_config(work, model, self.base, self.dtype)
-        warnings = write_generation_config(work, model, self.base)
+        warnings = write_generation_config(work, model, self.base, options.stop_ids)
         write_tokenizer(work, options.tokenizer, options.chat_template, self.base)
         write_code(work, model, self.base)
         numel = sum(tensor.numel() for tensor in model.parameters())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,24 +91,42 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def write_generation_config(folder: Path, model: Any, base: Path | None) -> list[str]:
-    """generation_config.json: the base's own, repaired if transformers would refuse to save it. Returns warnings."""
+def write_generation_config(folder: Path, model: Any, base: Path | None, stop_ids: Sequence[int] = ()) -> list[str]:
+    """generation_config.json: the base's own, repaired if transformers would refuse to save it, ending at stop_ids too.
+
+    Returns warnings.
+    """
     from transformers import GenerationConfig
 
     source = base / "generation_config.json" if base is not None else None
     if source is None or not source.is_file():
         if getattr(model, "generation_config", None) is not None and model.can_generate():
             settings = model.generation_config.to_diff_dict()
-            return _save_generation(folder, {k: v for k, v in settings.items() if k != "transformers_version"})
+            settings = {k: v for k, v in settings.items() if k != "transformers_version"}
+            return _save_generation(folder, settings | _stops(settings, model, stop_ids))
         return []
     raw = source.read_text(encoding="utf-8")
     try:
         settings = json.loads(raw)
         GenerationConfig.from_dict(dict(settings)).validate(strict=True)
     except ValueError:
-        return _save_generation(folder, settings if isinstance(settings, dict) else {})
+        settings = settings if isinstance(settings, dict) else {}
+        return _save_generation(folder, settings | _stops(settings, model, stop_ids))
+    if added := _stops(settings, model, stop_ids):
+        raw = json.dumps(settings | added, indent=2, ensure_ascii=False) + "\n"
     (folder / source.name).write_text(raw, encoding="utf-8")
     return []
+
+
+def _stops(settings: dict[str, Any], model: Any, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """{eos_token_id: the base's and `stop_ids`}; {} where the base's are enough."""
+    present = settings.get("eos_token_id")
+    known = model.config.get_text_config().eos_token_id if present is None else present
+    known = list(known) if isinstance(known, list | tuple) else [] if known is None else [known]
+    every = list(dict.fromkeys([*known, *stop_ids]))
+    if not stop_ids or (present is not None and every == known):
+        return {}
+    return {"eos_token_id": every if len(every) > 1 else every[0]}
 
 
 def _save_generation(folder: Path, settings: dict[str, Any]) -> list[str]:

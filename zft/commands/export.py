@@ -85,7 +85,8 @@ def _export_checkpoint(checkpoint: Path, run: RunConfig, folder: Path, merge: bo
     stored = StoredWeights(checkpoint)
     if run.data_options.chat_template:
         options["chat_template"], _ = resolve_template(tokenizer, run.data_options.chat_template)
-    options |= {"tokenizer": tokenizer, "facts": facts(run, TrainState.from_dict(stored.manifest.train))}
+    state = TrainState.from_dict(stored.manifest.train)
+    options |= {"tokenizer": tokenizer, "facts": facts(run, state), "stop_ids": state.stop_ids}
     if is_adapter(model) and not merge:
         export_adapter(folder, stored.units(options["dtype"] or torch.float32), model, base, **options)
         return

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from zft.data.options import DataOptions
 from zft.data.sources import Source
 
-_VERSION = 1  # raise it when rows, masks or the store's files change
+_VERSION = 2  # raise it when rows, masks, stop tokens or the store's files change
 
 
 def cache_key(

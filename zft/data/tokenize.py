@@ -44,7 +44,7 @@ def tokenize(data: str | list, job: Job, renderer: Renderer) -> tuple[Store, str
     if store is None:
         writer = StoreWriter(place)
         try:
-            store = writer.finish(_write(writer, sources, job))
+            store = writer.finish(_write(writer, sources, job, renderer))
         except BaseException:
             writer.abandon()
             raise
@@ -67,12 +67,13 @@ def _fingerprint(store: Store) -> str:
     return hashlib.blake2b(store.ends.tobytes() + store.targets.tobytes(), digest_size=20).hexdigest()
 
 
-def _write(writer: StoreWriter, sources: list[Source], job: Job) -> dict:
+def _write(writer: StoreWriter, sources: list[Source], job: Job, renderer: Renderer) -> dict:
     """Tokenize all sources into `writer`; returns what the report needs beyond the arrays."""
     forms: dict[int, Format] = {}
     dropped, notes = Counter(), Counter()
     read, cut, example = 0, 0, ""
     stops: Counter = Counter()
+    specials = set(job.tokenizer.convert_tokens_to_ids(renderer.specials))
 
     def work() -> Iterator[Chunk]:
         for number, source in enumerate(sources):
@@ -93,7 +94,7 @@ def _write(writer: StoreWriter, sources: list[Source], job: Job) -> dict:
             for ids, mask in done.sequences:
                 writer.append(ids, mask, read, chunk.source)
                 if not done.cut:
-                    stops[int(ids[np.flatnonzero(mask)[-1]])] += 1
+                    stops[_stop_of(ids[mask == 1], specials, job.tokenizer)] += 1
             cut += done.cut
             read += 1
         if job.progress:
@@ -105,8 +106,18 @@ def _write(writer: StoreWriter, sources: list[Source], job: Job) -> dict:
         "example": example,
         "formats": [str(forms[number]) for number in sorted(forms)],
         "notes": [note for source in sources for note in source.notes] + _describe(notes),
-        "stops": [token for token, _ in stops.most_common(4) if token in job.tokenizer.all_special_ids],
+        "stops": [token for token, _ in stops.most_common(4) if token is not None],
     }
+
+
+def _stop_of(targets: np.ndarray, specials: set[int], tokenizer) -> int | None:
+    """The special token that a row's targets end with, white space behind it or not."""
+    for token in targets[:-4:-1].tolist():
+        if token in specials:
+            return token
+        if tokenizer.decode([token]).strip():
+            return None
+    return None
 
 
 def _describe(notes: Counter) -> list[str]:

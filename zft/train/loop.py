@@ -52,6 +52,8 @@ class Job:
     state: TrainState | None = None
     trace: Trace = field(default_factory=Trace)
     """Takes the engine's spans: `record=trace.add`."""
+    stop_ids: list[int] = field(default_factory=list)
+    """Tokens that end an answer in the data, for exports."""
 
 
 def restore(job: Job) -> None:
@@ -127,7 +129,7 @@ def save(job: Job) -> int:
     """Begin a checkpoint of this step; it is written while the next steps run, and `settle` completes it. Returns the step."""
     settle(job)
     state = job.state
-    state.loader = job.loader.state_dict()
+    state.loader, state.stop_ids = job.loader.state_dict(), job.stop_ids
     earlier = [row for row in state.saved if row[0] != state.step]
     state.saved = [*earlier, [state.step, state.eval_loss if state.eval_step == state.step else None]]
     job.engine.save(checkpoints.step_folder(job.folder.checkpoints, state.step), state.to_dict(), wait=False)

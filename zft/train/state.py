@@ -32,6 +32,8 @@ class TrainState:
     """Length of the schedule."""
     loader: dict = field(default_factory=dict)
     """Position in the data."""
+    stop_ids: list = field(default_factory=list)
+    """Tokens that end an answer in the data: an export made from a checkpoint needs them, too."""
 
     def to_dict(self) -> dict:
         return asdict(self)
