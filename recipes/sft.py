@@ -19,7 +19,7 @@ from zft.config import RunConfig
 from zft.data import prepare
 from zft.dist import World
 from zft.models.hub import cache_dir, resolve_model
-from zft.models.load import load_config, load_tokenizer
+from zft.models.load import embedding_rows, load_config, load_tokenizer
 from zft.observe.trace import Trace
 from zft.plan.choose import describe
 from zft.train.about import keep_about
@@ -42,7 +42,7 @@ def main(run: RunConfig, resume: bool = False) -> int:
     with together(world):
         # data: all that can be wrong with it is known before a weight is read
         base = resolve_model(run.model)
-        load_config(base, run.trust_remote_code)
+        config = load_config(base, run.trust_remote_code)
         tokenizer = load_tokenizer(base, run.trust_remote_code)
         prepared = prepare(
             [vars(source) for source in run.data],
@@ -53,6 +53,7 @@ def main(run: RunConfig, resume: bool = False) -> int:
             method="sft",
             eval_data=[vars(source) for source in run.eval_data] or None,
             cache_dir=cache_dir() / "data",
+            vocab_size=embedding_rows(config, tokenizer),
         )
         if world.is_main:
             Console().print(prepared.report.render())
@@ -73,7 +74,7 @@ def main(run: RunConfig, resume: bool = False) -> int:
     say(f"{trained_numel(model):,} parameters to train; {describe(run.engine)}; {total_steps} steps; {folder.path}")
 
     # train
-    job = Job(run, engine, loader, world, folder, evaluator(prepared, run, world, engine), trace=trace)
+    job = Job(run, engine, loader, world, folder, evaluator(prepared, run, world, engine), trace=trace, stop_ids=prepared.stop_ids)
     outcome = fit(job, total_steps, resume)
     if outcome is not Outcome.finished:
         engine.close()
@@ -83,7 +84,8 @@ def main(run: RunConfig, resume: bool = False) -> int:
     if not folder.is_exported:
         say(f"exporting to {folder.export}")
         template = prepared.chat_template if isinstance(prepared.chat_template, str) else None
-        engine.export(folder.export, base=base, tokenizer=tokenizer, chat_template=template, facts=facts(run, job.state))
+        options = {"chat_template": template, "stop_ids": prepared.stop_ids, "facts": facts(run, job.state)}
+        engine.export(folder.export, base=base, tokenizer=tokenizer, **options)
     if plan is not None:
         say(planned_and_measured(plan, folder, engine.peak_bytes()))
     engine.close()

@@ -11,8 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.ranks import run_ranks
 from tests.tiny import tiny_folder, tiny_tokenizer
+from zft.commands.preview import preview
+from zft.compose import compose
 from zft.config import ZftError
-from zft.models.load import build_model, check_tokens
+from zft.dist import World
+from zft.execute import execute
+from zft.models.load import build_model, check_tokens, embedding_rows, load_config
+from zft.train.evaluate import evaluate_model
 
 GROW = """
 import sys, torch
@@ -60,3 +65,28 @@ def test_20_a_pad_token_without_a_row_fails_at_setup(tmp_path: Path) -> None:
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     with pytest.raises(ZftError, match=r"'\[PAD\]' has id 64 but the model has 64 rows"):
         check_tokens(model, tokenizer)
+
+
+@pytest.mark.parametrize("what", ["sft", "pretrain", "preview", "eval"])
+def test_an_id_without_a_row_names_file_and_row(what: str, tmp_path: Path, monkeypatch) -> None:
+    """A tokenizer may emit ids that its vocabulary does not list, so that the embedding is not grown for them."""
+    tiny_folder("llama", tmp_path / "model")
+    tiny_tokenizer(80).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("zft.models.load.tokenizer_rows", lambda tokenizer: 64)
+    (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n{"text": "a 9"}\n')
+    recipe = what if what in ("sft", "pretrain") else "sft"
+    given = [f"model={tmp_path}/model", f"data={tmp_path}/a.jsonl"]
+    run = compose(recipe, [*given, "out=out", "engine.compute_device=cpu"], tmp_path)
+    with pytest.raises(ZftError, match=r"a\.jsonl:2: token outside the embedding: id \d\d, the model's embedding has 64 rows"):
+        if what == "preview":
+            preview(recipe, given, as_json=True, html=None)
+        elif what == "eval":
+            evaluate_model(run, World.single("cpu"), "sft")
+        else:
+            execute(run)
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_are_those_after_growing(tmp_path: Path) -> None:
+    config = load_config(tiny_folder("llama", tmp_path))
+    assert [embedding_rows(config, tiny_tokenizer(size)) for size in (10, 64, 70)] == [64, 64, 70]

@@ -29,9 +29,10 @@ def preview(
 
     from zft.data import prepare
     from zft.models.hub import cache_dir, resolve_model
-    from zft.models.load import load_tokenizer
+    from zft.models.load import embedding_rows, load_config, load_tokenizer
 
-    tokenizer = load_tokenizer(resolve_model(run.model), run.trust_remote_code)
+    base = resolve_model(run.model)
+    tokenizer = load_tokenizer(base, run.trust_remote_code)
     prepared = prepare(
         [vars(source) for source in run.data],
         tokenizer,
@@ -41,6 +42,7 @@ def preview(
         method=base_config(find_recipe(recipe, Path.cwd())),
         eval_data=[vars(source) for source in run.eval_data] or None,
         cache_dir=cache_dir() / "data",
+        vocab_size=embedding_rows(load_config(base, run.trust_remote_code), tokenizer),
     )
     if html is not None:
         html.write_text(prepared.report.html(), encoding="utf-8")

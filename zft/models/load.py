@@ -20,7 +20,7 @@ from zft.models.quantized import check_quantization, take_dequantizer
 from zft.models.source import open_folder
 from zft.models.weights import HubWeights, stored_name
 
-__all__ = ["HubWeights", "build_model", "check_tokens", "grow", "load_config", "load_tokenizer", "tokenizer_rows"]
+__all__ = ["HubWeights", "build_model", "check_tokens", "embedding_rows", "grow", "load_config", "load_tokenizer", "tokenizer_rows"]
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +179,12 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
 def tokenizer_rows(tokenizer: Any) -> int:
     """Rows that an embedding needs for this tokenizer: its highest id + 1 (gaps count, `len` would not)."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def embedding_rows(config: Any, tokenizer: Any) -> int | None:
+    """Rows that the embedding of a model of this config has once it is grown for the tokenizer; None: unknown."""
+    known = getattr(config.get_text_config(), "vocab_size", None)
+    return None if known is None else max(known, tokenizer_rows(tokenizer))
 
 
 def grow(model: nn.Module, rows: int) -> bool:

@@ -18,7 +18,7 @@ from zft.data import prepare
 from zft.dist import World
 from zft.engine.step import EvalResult
 from zft.models.hub import cache_dir, resolve_model
-from zft.models.load import load_config, load_tokenizer
+from zft.models.load import embedding_rows, load_config, load_tokenizer
 from zft.train.setup import placed, structure, together
 
 
@@ -74,7 +74,7 @@ def evaluate_model(run: RunConfig, world: World, method: str, checkpoint: Path |
     """
     with together(world):
         base = resolve_model(run.model)
-        load_config(base, run.trust_remote_code)
+        config = load_config(base, run.trust_remote_code)
         tokenizer = load_tokenizer(base, run.trust_remote_code)
         prepared = prepare(
             [vars(source) for source in run.data],
@@ -84,6 +84,7 @@ def evaluate_model(run: RunConfig, world: World, method: str, checkpoint: Path |
             seed=run.train.seed,
             method=method,
             cache_dir=cache_dir() / "data",
+            vocab_size=embedding_rows(config, tokenizer),
         )
         model, source = structure(run, base, tokenizer, world)
         prepared.keep_apart(base_model(model))
