@@ -45,7 +45,6 @@ def test_lines_after_a_checkpoint_are_dropped(path):
 
 
 def test_tensorboard_gets_the_numbers(tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     metrics = Metrics(tmp_path / "metrics.jsonl")

@@ -240,11 +240,12 @@ def test_preflight_says_what_is_wrong(tmp_path):
             folder.require_free(1 << 60)
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_write_permission(tmp_path):
+    """Root may write into any folder with a mode; nobody may into /proc and /sys."""
     tmp_path.chmod(0o500)
-    with pytest.raises(ZftError, match="Permission denied"):
-        NvmeFolder(tmp_path / "t")
+    for folder in [Path("/proc"), Path("/sys"), *([] if os.geteuid() == 0 else [tmp_path])]:
+        with pytest.raises(ZftError, match="cannot be used .*; set nvme_dir"):
+            NvmeFolder(folder / "t")
 
 
 def test_full_disk_at_create(tmp_path, monkeypatch):

@@ -22,22 +22,28 @@ def acquire(path: Path, folder: Path) -> int:
     """Creates `folder` and locks it for this process. Returns the lock's descriptor."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
+        gone = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             fd = _try_lock(folder)
-        except FileNotFoundError:
-            fd = None  # another rank's cleanup removed the folder in between
+        except FileNotFoundError as error:
+            fd, gone = None, error  # another rank's cleanup removed the folder in between; or it can't be made
         except OSError as error:
-            raise ZftError(f"nvme_dir {path} cannot be used ({error.strerror}: {error.filename}); "
-                           "set nvme_dir to a folder you can write to") from error
+            raise _unusable(path, error) from error
         if fd is not None:
             return fd
         # rank 0 holds a sibling's lock for a moment while it looks for dead runs
         if time.monotonic() > deadline:
+            if gone is not None:
+                raise _unusable(path, gone) from gone
             holder = _holder(folder)
             raise ZftError(f"nvme_dir {path} is in use by another run (process {holder}); "
                            "wait for it to end or set another nvme_dir")
         time.sleep(0.05)
+
+
+def _unusable(path: Path, error: OSError) -> ZftError:
+    return ZftError(f"nvme_dir {path} cannot be used ({error.strerror}: {error.filename}); set nvme_dir to a folder you can write to")
 
 
 def _try_lock(folder: Path) -> int | None:
