@@ -65,7 +65,7 @@ def main(run: RunConfig, resume: bool = False) -> int:
 
     # engine: streams the weights to where they live
     trace = Trace()
-    with folder.opened(run, resume, world):
+    with folder.opened(run, resume, world), together(world):
         engine = Engine(model, run.engine, source, world, trace.add)
         if world.is_main:
             keep_about(run, model, prepared.report, total_steps)
@@ -73,7 +73,8 @@ def main(run: RunConfig, resume: bool = False) -> int:
     say(f"{trained_numel(model):,} parameters to train; {describe(run.engine)}; {total_steps} steps; {folder.path}")
 
     # train
-    job = Job(run, engine, loader, world, folder, evaluator(prepared, run, world, engine), trace=trace, stop_ids=prepared.stop_ids)
+    job = Job(run, engine, loader, world, folder, evaluator(prepared, run, world, engine))
+    job.trace, job.stop_ids = trace, prepared.stop_ids
     outcome = fit(job, total_steps, resume)
     if outcome is not Outcome.finished:
         engine.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,6 +27,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 class RankError(RuntimeError):
     """Another rank raised, died or took another path; raised on every rank that is still there."""
+
+
+class RankInputError(RankError, ZftError):
+    """Another rank found the user's input wrong; the text is what it says."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +129,18 @@ class World:
                 rows[rank].extend(row[1 : 1 + len(part)])
         return rows
 
-    def fail(self) -> None:
-        """Tell the other ranks, in whichever agreement they are, that this one has raised."""
-        if self.size > 1:
-            try:
-                self._exchange([_FAILED])
-            except RankError:
-                return  # they know already
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks, in whichever agreement they are, what this one has raised."""
+        if self.size == 1 or isinstance(error, RankError):
+            return  # they know already
+        error.is_told = True
+        with suppress(RankError):  # out of contact: they know as much
+            self._exchange([_FAILED], error)
+
+    def fail_once(self, error: BaseException) -> None:
+        """`fail`, unless that was done on the way here."""
+        if not getattr(error, "is_told", False):
+            self.fail(error)
 
     def broadcast_object(self, value):
         """Rank 0's value on every rank."""
@@ -148,7 +157,7 @@ class World:
     def agree(self, error: BaseException | None = None) -> None:
         """Meet the other ranks; raise on all of them when one brings an error (its own on the rank that has it)."""
         if error is not None:
-            self.fail()
+            self.fail_once(error)
             raise error
         self.gather_ints([0])
 
@@ -166,7 +175,7 @@ class World:
         except RuntimeError as error:
             raise RankError(f"rank {self.rank} lost contact with another rank: {str(error).splitlines()[0]}") from error
 
-    def _exchange(self, values: list[int]) -> list[list[int]]:
+    def _exchange(self, values: list[int], error: BaseException | None = None) -> list[list[int]]:
         row = torch.zeros(ROW_INTS, dtype=torch.int64)
         row[: len(values)] = torch.tensor(values, dtype=torch.int64)
         rows = [torch.empty_like(row) for _ in range(self.size)]
@@ -174,9 +183,29 @@ class World:
             dist.all_gather(rows, row, group=self.control)
         found = [r.tolist() for r in rows]
         failed = [rank for rank, r in enumerate(found) if r[0] == _FAILED]
-        if failed and values[0] != _FAILED:
-            raise RankError(f"rank {failed[0]} failed; this rank ({self.rank}) stops with it")
+        if failed:
+            self._share(failed[0], error)
         return found
+
+    def _share(self, failed: int, error: BaseException | None) -> None:
+        """Every rank has seen in an exchange that `failed` raised: raise its reason, on a rank with no error of its own."""
+        reasons: list = [None] * self.size
+        with self._in_contact():
+            dist.all_gather_object(reasons, _reason(error), group=self.control)
+        if error is not None:
+            return
+        is_input, text = reasons[failed]
+        if is_input:
+            raise RankInputError(f"rank {failed}: {text}")
+        raise RankError(f"rank {failed} failed ({text}); this rank ({self.rank}) stops with it")
+
+
+def _reason(error: BaseException | None) -> tuple[bool, str] | None:
+    """(whether the user's input is wrong, what is said of it in a line)."""
+    if error is None:
+        return None
+    line = " ".join(str(error).split())[:1000]
+    return (True, line) if isinstance(error, ZftError) else (False, f"{type(error).__name__}: {line}")
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,9 @@ def execute(run: RunConfig, resume: bool = False) -> int:
     try:
         recipe = _load(find_recipe(run.recipe, Path.cwd()))
         return recipe.main(run, resume) or DONE
-    except ZftError:
+    except ZftError as error:
+        if folder.is_run and os.environ.get("RANK", "0") == "0" and _is_of_another_rank(error):
+            folder.log_error(error)
         raise
     except KeyboardInterrupt:
         return complain("stopped" + (f"; `zft resume {folder.path}` goes on" if folder.is_run else ""), STOPPED)
@@ -68,6 +70,12 @@ def _load(script: Path):
     if not hasattr(module, "main"):
         raise ZftError(f"{script} has no function main(run, resume); `zft cp sft FILE` gives one to start from")
     return module
+
+
+def _is_of_another_rank(error: ZftError) -> bool:
+    from zft.dist import RankInputError
+
+    return isinstance(error, RankInputError)
 
 
 def _summary(error: Exception) -> str:

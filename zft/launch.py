@@ -14,16 +14,16 @@ import tempfile
 from pathlib import Path
 
 from zft.config import RunConfig
-from zft.status import DONE, FAILED, STOPPED
+from zft.status import DONE, FAILED, SAID, STOPPED, complain, said_by_ranks
 from zft.tree import to_yaml
 
 
 def launch(run: RunConfig, resume: bool) -> int:
-    """Start the ranks and wait; returns the exit status of the first rank that failed, or of all."""
+    """Start the ranks and wait; says the line of the rank that knows best, and returns its exit status."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # a rank that fails has said why in its one line
+    # a rank that fails says why in its one line
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="zft-") as folder:
         resolved = Path(folder) / "config.yaml"
@@ -33,12 +33,17 @@ def launch(run: RunConfig, resume: bool) -> int:
             run_id=Path(folder).name, max_restarts=0, start_method="spawn", signals_to_handle="SIGHUP,SIGQUIT",
         )  # fmt: skip
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // run.nproc)))
-        asked = _pass_on_signals()
+        os.environ[SAID] = folder
+        asked, status = _pass_on_signals(), DONE
         try:
             elastic_launch(settings, sys.executable)("-m", "zft.worker", str(resolved), *(["resume"] if resume else []))
         except ChildFailedError as error:
-            return STOPPED if asked else _status(error)
-        return STOPPED if asked else DONE
+            status = _status(error)
+        finally:
+            del os.environ[SAID]
+        if (said := said_by_ranks(Path(folder), bool(asked))) is not None:
+            return complain(said[1], said[0])
+        return STOPPED if asked else status
 
 
 def _status(error) -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 from zft.config import ZftError
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 130
+SAID = "ZFT_SAID"
+"""Names the folder where the ranks of one launcher leave their lines, for it to choose one."""
 
 
 def guarded(action: Callable[[], int | None]) -> int:
@@ -30,12 +34,29 @@ def guarded(action: Callable[[], int | None]) -> int:
 
 
 def complain(line: str, status: int) -> int:
-    """Print the line; returns `status`. Ranks other than the first are silent: the line comes once for all."""
+    """Print the line; returns `status`. It comes once for all ranks: from the first, or from the launcher of them all."""
     if os.environ.get("ZFT_DEBUG") and sys.exc_info()[0]:
         traceback.print_exc()
-    if os.environ.get("RANK", "0") == "0":
+    rank, said = os.environ.get("RANK", "0"), os.environ.get(SAID)
+    if said:
+        Path(said, f"{SAID}-{rank}").write_text(json.dumps([status, line]), encoding="utf-8")
+    elif rank == "0":
         print("zft: " + " ".join(line.split()), file=sys.stderr, flush=True)
     return status
+
+
+def said_by_ranks(folder: Path, asked: bool) -> tuple[int, str] | None:
+    """(status, line) of the rank that knows best what happened; None where none said anything.
+
+    asked: the run was told to stop, so that what ended it is known. Else wrong input explains any other rank's failure,
+    and a rank that only lost another (RankError) says less than that one.
+    """
+    order = [STOPPED, WRONG_INPUT, FAILED] if asked else [WRONG_INPUT, FAILED, STOPPED]
+    found = []
+    for path in folder.glob(f"{SAID}-*"):
+        status, line = json.loads(path.read_text(encoding="utf-8"))
+        found.append(((order.index(status), line.startswith("RankError"), int(path.name.rpartition("-")[2])), status, line))
+    return min(found)[1:] if found else None
 
 
 def be_quiet() -> None:

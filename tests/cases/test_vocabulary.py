@@ -77,7 +77,8 @@ def test_an_id_without_a_row_names_file_and_row(what: str, tmp_path: Path, monke
     recipe = what if what in ("sft", "pretrain") else "sft"
     given = [f"model={tmp_path}/model", f"data={tmp_path}/a.jsonl"]
     run = compose(recipe, [*given, "out=out", "engine.compute_device=cpu"], tmp_path)
-    with pytest.raises(ZftError, match=r"a\.jsonl:2: token outside the embedding: id \d\d, the model's embedding has 64 rows"):
+    said = r"a\.jsonl:2: token outside the embedding: id \d\d, the model's embedding has 64 rows"
+    with pytest.raises(ZftError, match=said):
         if what == "preview":
             preview(recipe, given, as_json=True, html=None)
         elif what == "eval":

@@ -226,7 +226,9 @@ def test_agreements():
         assert one["floats"] == [[0.1 * (r + 1), float("inf")] for r in range(3)]
         assert one["sum"] == [sum([0.1, 0.2, 0.1 * 3])] and one["object"] == {"rank": 0}
         assert one["agree"] == (
-            "ValueError: mine" if rank == 1 else f"RankError: rank 1 failed; this rank ({rank}) stops with it"
+            "ValueError: mine"
+            if rank == 1
+            else f"RankError: rank 1 failed (ValueError: mine); this rank ({rank}) stops with it"
         )
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from zft.config import EngineConfig, Nonfinite, Precision, ZftError
-from zft.dist import RankError
 from zft.engine.backward import is_plain_embedding, trained
 from zft.engine.gate import Mode, Objective, Pass
 from zft.engine.parts import Parts
@@ -327,8 +326,7 @@ class Stepper:
     def _recover(self, error: BaseException) -> None:
         """Leave the engine ready for a clean step: nothing half unsharded, no gradients, pending updates still pending."""
         parts = self.parts
-        if parts.world.size > 1 and not isinstance(error, RankError):
-            parts.world.fail()
+        parts.world.fail(error)
         parts.gradients.abandon()
         for unit in parts.units:
             if any(group.flat is not None for group in unit.needed):

@@ -20,7 +20,9 @@ from zft.models.quantized import check_quantization, take_dequantizer
 from zft.models.source import open_folder
 from zft.models.weights import HubWeights, stored_name
 
-__all__ = ["HubWeights", "build_model", "check_tokens", "embedding_rows", "grow", "load_config", "load_tokenizer", "tokenizer_rows"]
+__all__ = [
+    "HubWeights", "build_model", "check_tokens", "embedding_rows", "grow", "load_config", "load_tokenizer", "tokenizer_rows",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 

@@ -92,7 +92,9 @@ def evaluate_model(run: RunConfig, world: World, method: str, checkpoint: Path |
             source = TrainedWeights(StoredWeights(checkpoint), source, model)
         model.requires_grad_(False)
         run, _ = placed(run, model, world, prepared.report)
-    with Engine(model, run.engine, source, world) as engine:
+    with together(world):
+        engine = Engine(model, run.engine, source, world)
+    with engine:
         result = mean_loss(prepared, run, world, engine)
     report = prepared.report
     return Evaluation(result.loss, result.tokens, report.rows, report.cut, report.dropped_rows)

@@ -170,10 +170,11 @@ def _reported(job: Job, metrics: Metrics | None) -> Iterator[None]:
 
 @contextmanager
 def _begun_saves_end(job: Job) -> Iterator[None]:
-    """A step that fails does not take the checkpoint with it that was being written meanwhile."""
+    """A step that fails does not take the checkpoint with it that was being written meanwhile; other ranks are told."""
     try:
         yield
-    except Exception:
+    except Exception as error:
+        job.world.fail_once(error)
         if job.world.size == 1:  # several ranks are no longer in step
             with suppress(Exception):  # the first error says more
                 job.engine.finish_save()
