@@ -45,7 +45,7 @@ def make_run(folder: Path, steps: int = 40, **facts) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     spans, now = [], 0.0
     for name in [f"layer {i}" for i in range(12)] * 2:
-        spans += [Span("update", name, now, now + 0.05), Span("nvme", f"read {name}", now, now + 0.06)]
+        spans += [Span("update", name, now, now + 0.05), Span("nvme read", name, now, now + 0.06)]
         spans += [Span("compute", f"forward {name}", now + 0.06, now + 0.16)]
         now += 0.16
     steps = [Span("step", "step 2", 0.0, now / 2), Span("step", "step 3", now / 2, now)]

@@ -1,5 +1,7 @@
 """The CUDA part of the tiers and the update on a GPU; runs wherever there is one."""
 
+import time
+
 import pytest
 import torch
 
@@ -85,3 +87,21 @@ def test_sums_of_squares(dtype):
     torch.testing.assert_close(sumsq_blocks(grad.cuda()).cpu(), sumsq_blocks(grad), rtol=1e-12, atol=0)
     grad[70_000] = float("inf")
     assert sumsq_blocks(grad.cuda()).isfinite().tolist() == [True, False, True, True]
+
+
+def test_copies_are_spans_on_the_hosts_clock():
+    spans = []
+    streams = Streams("cuda", lambda *span: spans.append(span))
+    slot = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    with Arena(64 << 20) as arena:
+        host = arena.take(64 << 20)
+        first = time.perf_counter()
+        streams.copy_h2d(slot, host, name="in").synchronize()
+        streams.copy_d2h(host, slot, name="out").synchronize()
+        last = time.perf_counter()
+    assert not spans
+    streams.report()
+    streams.report()
+    assert [span[:2] for span in spans] == [("h2d", "in"), ("d2h", "out")]
+    (_, _, *into), (_, _, *out) = spans
+    assert first - 1e-3 <= into[0] < into[1] <= out[0] + 1e-3 and out[0] < out[1] <= last + 1e-3

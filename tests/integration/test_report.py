@@ -111,7 +111,10 @@ def test_a_run_leaves_its_page_and_trace(tmp_path):
     assert traffic.count("<span class=ok>100 %</span>") == 4, traffic
     found = json.loads((tmp_path / "o" / "trace.json").read_text())["traceEvents"]
     names = {event["name"] for event in found if event.get("cat") == "step"}
-    assert names == {"step 2", "step 3"} and {"compute", "update", "nvme"} <= {event.get("cat") for event in found}
+    lanes = {event["cat"] for event in found if "cat" in event}
+    assert names == {"step 2", "step 3"} and lanes == {"step", "compute", "update", "d2h", "nvme read", "nvme write"}
+    drawn = html.split("Where the time goes")[1].split("</section>")[0]
+    assert all(f"class='lane-{lane.replace(' ', '-')}'" in drawn for lane in lanes - {"step"})
     (tmp_path / "o" / "report.html").unlink()
     assert zft("report", "o", cwd=tmp_path).returncode == 0
     assert (tmp_path / "o" / "report.html").read_text(encoding="utf-8") == html

@@ -131,8 +131,8 @@ def test_a_gap_breaks_the_line_and_is_marked():
 
 
 def test_tiny_spans_become_one_block_and_long_ones_stay():
-    tiny = [Span("nvme", f"read {i}", i * 1e-4, i * 1e-4 + 5e-5) for i in range(1000)]
-    long = Span("nvme", "long", 1.0, 2.0)
+    tiny = [Span("nvme read", f"read {i}", i * 1e-4, i * 1e-4 + 5e-5) for i in range(1000)]
+    long = Span("nvme read", "long", 1.0, 2.0)
     blocks = merged([*tiny, long], 1e-3)
     assert len(blocks) < 60 and blocks[-1] == long
     assert blocks[0].start_s == 0 and blocks[-2].end_s == tiny[-1].end_s

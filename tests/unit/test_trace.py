@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from zft.observe import trace
-from zft.observe.trace import Span, Trace, busy, critical, events, read, rows
+from zft.observe.trace import Span, Trace, busy, critical, events, joined, read, rows
 
 
 def traced(steps: int) -> Trace:
@@ -32,10 +32,10 @@ def test_spans_of_other_threads_and_across_the_border_are_kept():
     made = Trace()
     started = trace.time.perf_counter()
     with made.step(1):
-        threads = [threading.Thread(target=made.add, args=("nvme", str(i), started - 1, started + 60)) for i in range(8)]
+        threads = [threading.Thread(target=made.add, args=("nvme read", str(i), started - 1, started + 60)) for i in range(8)]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
-        made.add("nvme", "long before", started - 2, started - 1)
+        made.add("nvme read", "long before", started - 2, started - 1)
     assert sorted(span.name for span in made.spans()) == [str(i) for i in range(8)]
 
 
@@ -89,3 +89,16 @@ def test_busy_and_critical_path_against_counting_seconds(seed):
     assert all(a.end_s == b.start_s and a.lane != b.lane for a, b in zip(path, path[1:], strict=False))
     told = [span.lane for span in path for _ in range(int(span.end_s - span.start_s))]
     assert told == [next((lane for lane in trace.LANES if lane in lanes), "idle") for lanes in active]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_that_overlap_become_one_and_cover_the_same_time(seed):
+    draw = random.Random(seed)
+    kinds = [(draw.choice(("nvme read", "update")), draw.choice("ab")) for _ in range(40)]
+    pieces = [(*kind, draw.randrange(60), draw.randrange(1, 6)) for kind in kinds]
+    spans = [Span(lane, name, float(start), float(start + length)) for lane, name, start, length in pieces]
+    whole = joined(spans)
+    assert len(whole) < len(spans)
+    for lane, name in {(span.lane, span.name) for span in spans}:
+        before, after = ([s for s in some if (s.lane, s.name) == (lane, name)] for some in (spans, whole))
+        assert [(s.start_s, s.end_s) for s in after] == trace.union(before, 0, 100)

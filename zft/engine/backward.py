@@ -11,10 +11,11 @@ from zft.config import Activation
 from zft.dist import World
 from zft.engine.gate import Gates
 from zft.engine.gradient import Gradients
-from zft.engine.schedule import Fetcher, Recorder
+from zft.engine.schedule import Fetcher
 from zft.engine.tape import Entry, Tape, Visit
 from zft.engine.unit import ParamGroup, Unit
 from zft.engine.unshard import Sharder
+from zft.tiers.device import Recorder
 
 
 class Backward:

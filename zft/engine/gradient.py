@@ -17,7 +17,7 @@ from zft.engine.unit import ParamGroup, Pending
 from zft.engine.update import CHUNK_NUMEL
 from zft.optim.norm import sumsq_blocks
 from zft.tiers.cpu import aligned_empty
-from zft.tiers.device import Event
+from zft.tiers.device import Event, recorded
 from zft.tiers.nvme import wait_all
 from zft.tiers.slab import Traffic
 
@@ -29,7 +29,7 @@ class Gradients:
         self, records: dict[ParamGroup, Record], world: World, config: EngineConfig, fetcher: Fetcher, pinned: PinnedMemory
     ):
         self.records, self.world, self.config = records, world, config
-        self.updater, self.streams, self.record = fetcher.updater, fetcher.streams, fetcher.record
+        self.updater, self.streams, self.record = fetcher.updater, fetcher.streams, fetcher.streams.recorder
         self.guard = fetcher.guard
         self.traffic: Traffic = self.updater.traffic
         self.folder = None
@@ -126,20 +126,18 @@ class Gradients:
         if on_host:
             self.traffic.add("d2h", shard.numel() * record.grad_dtype.itemsize)
         if self.immediate is None and slab.resident:
-            arrived = self._lower(slab.tensor, shard)
+            arrived = self._lower(slab.tensor, shard, group) if on_host else _on_device(slab.tensor, shard)
             self.finished[group] = self.thread.submit(self._measure, record, slab.tensor, arrived)
             return
         buffer = self.staged.acquire(shard.numel(), record.grad_dtype)
-        arrived = self._lower(buffer, shard)
+        arrived = self._lower(buffer, shard, group)
         work = self._step_now if self.immediate is not None else self._store
         self.finished[group] = self.thread.submit(work, group, record, buffer, arrived)
 
-    def _lower(self, target: torch.Tensor, shard: torch.Tensor) -> Event:
-        """target <- shard, rounded on the device; from a GPU to the host without waiting."""
-        if target.device == shard.device:
-            target.copy_(shard)
-            return Event()
-        return self.streams.copy_d2h(target, shard.to(target.dtype))
+    def _lower(self, target: torch.Tensor, shard: torch.Tensor, group: ParamGroup) -> Event:
+        """target (host) <- shard, rounded on the device; from a GPU without waiting."""
+        rounded = shard if target.device == shard.device else shard.to(target.dtype)
+        return self.streams.copy_d2h(target, rounded, name=f"gradient {group.name}")
 
     def _measure(self, record: Record, grad: torch.Tensor, arrived: Event) -> float:
         """Sum of squares of the part that this rank updates, float64, over fixed blocks in a fixed order."""
@@ -151,11 +149,9 @@ class Gradients:
     def _store(self, group: ParamGroup, record: Record, buffer: torch.Tensor, arrived: Event) -> float:
         try:
             arrived.synchronize()
-            started = time.perf_counter()
             written = record.slabs["grad"].write(0, buffer)
             total = self._measure(record, buffer, arrived)
             written.result()
-            self.record("nvme", f"write gradient {group.name}", started, time.perf_counter())
             return total
         finally:
             self.staged.release(buffer)
@@ -170,13 +166,11 @@ class Gradients:
                 )
             now = self.immediate
             self.guard.before_update(group, now.step)
-            started = time.perf_counter()
             pending = group.pending_update(now.step, now.lr, now.grad_scale)
             first = record.ranges.state_start - record.ranges.grad_start
             self.updater.run(record, pending, grad=buffer[first : first + record.ranges.state_numel])
             group.outdated = group.flat is not None
             group.stale = not group.replicated and record.ranges.hi_numel != record.ranges.state_numel
-            self.record("update", group.name, started, time.perf_counter())
             return total
         finally:
             self.staged.release(buffer)
@@ -186,8 +180,11 @@ class Gradients:
         slab = record.allocate_partial(self.config, self.folder, Memory(self.world.device, aligned_empty), self.traffic)
         if slab.tier is not Tier.device:
             self.traffic.add("d2h", shard.numel() * 4)
-        if slab.resident:
+        if slab.tier is Tier.device:
             slab.tensor.copy_(shard)
+        elif slab.resident:
+            with recorded(self.record, "d2h", f"partial gradient {group.name}"):
+                slab.tensor.copy_(shard)
         else:
             # through aligned host memory: a reduced shard may lie anywhere, and on a GPU
             pieces, buffers = _pieces(shard.numel())
@@ -195,7 +192,9 @@ class Gradients:
             for i, (start, end) in enumerate(pieces):
                 if i >= 2:
                     writes[i - 2].result()
-                writes.append(slab.write(start, buffers[i % 2][: end - start].copy_(shard[start:end])))
+                with recorded(self.record, "d2h", f"partial gradient {group.name}"):
+                    piece = buffers[i % 2][: end - start].copy_(shard[start:end])
+                writes.append(slab.write(start, piece))
             wait_all(writes)
         group.parked = True
 
@@ -216,6 +215,11 @@ class Gradients:
             if i + 2 < len(pieces):
                 first, last = pieces[i + 2]
                 reads.append(slab.read(first, buffers[i % 2][: last - first]))
+
+
+def _on_device(target: torch.Tensor, shard: torch.Tensor) -> Event:
+    target.copy_(shard)
+    return Event()
 
 
 def _pieces(numel: int) -> tuple[list[tuple[int, int]], list[torch.Tensor]]:

@@ -63,18 +63,18 @@ class Parts:
         self.records = self._records(config)
         self.traffic = Traffic()
         self.folder = self._folder(config)
-        self.streams = Streams(world.device)
+        self.streams = Streams(world.device, record)
         self.pinned = PinnedMemory(world.device, config.pin_memory)
         for rec in self.records.values():
             rec.allocate(config, self.folder, Memory(world.device, self.pinned), self.traffic)
-        self.updater = Updater(config, world.device, self.traffic)
-        self.fetcher = Fetcher(self.records, self.updater, self.streams, self.pinned, record)
+        self.updater = Updater(config, world.device, self.traffic, record)
+        self.fetcher = Fetcher(self.records, self.updater, self.streams, self.pinned)
         self.sharder = Sharder(self.records, self.fetcher, world, record)
         self.gradients = Gradients(self.records, world, config, self.fetcher, self.pinned)
         self.gradients.folder = self.folder
         self.gates = Gates(self.units, anatomy.sideways, config, world.device)
         if config.activation is Activation.offload:
-            self.gates.store = ActivationStore(config.activation_tier, self.folder, self.traffic)
+            self.gates.store = ActivationStore(config.activation_tier, self.folder, self.traffic, record)
         self.backward = Backward(self.gates, self.sharder, self.fetcher, self.gradients, world, record)
         self.order = Order(self.units)
         self.scaler = LossScaler() if config.precision is Precision.fp16 else None
@@ -113,7 +113,7 @@ class Parts:
             return None
         if not config.nvme_dir:
             raise ZftError("a tier is nvme but engine.nvme_dir is not set; name a folder on a fast disk")
-        folder = NvmeFolder(config.nvme_dir, self.world.rank, config.nvme_threads)
+        folder = NvmeFolder(config.nvme_dir, self.world.rank, config.nvme_threads, recorder=self.record)
         try:
             folder.require_free(sum(record.nvme_bytes(config) for record in self.records.values()))
         except BaseException:

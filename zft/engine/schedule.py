@@ -7,9 +7,7 @@ weights in the staging buffer: they are not read a second time.
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -23,9 +21,6 @@ from zft.engine.unit import ParamGroup, Pending, Unit
 from zft.engine.update import Updater
 from zft.tiers.device import Event, Streams
 from zft.tiers.slab import Traffic
-
-Recorder = Callable[[str, str, float, float], None]
-"""(lane, name, start_s, end_s): a finished piece of work, for the trace."""
 
 
 @dataclass
@@ -46,10 +41,8 @@ class Staged:
 class Fetcher:
     """Brings units' weights to the device, ahead of time where the order of units is known."""
 
-    def __init__(
-        self, records: dict[ParamGroup, Record], updater: Updater, streams: Streams, pinned: PinnedMemory, record: Recorder
-    ):
-        self.records, self.updater, self.streams, self.record = records, updater, streams, record
+    def __init__(self, records: dict[ParamGroup, Record], updater: Updater, streams: Streams, pinned: PinnedMemory):
+        self.records, self.updater, self.streams = records, updater, streams
         self.traffic: Traffic = updater.traffic
         sizes = [r.hi_entries * r.group.hi_dtype.itemsize for r in records.values()]
         self.host = BufferPool(max(sizes, default=0), pinned)
@@ -106,7 +99,6 @@ class Fetcher:
                 self._update(group, group.pending, None)
 
     def _update(self, group: ParamGroup, pending: Pending, hi_out: torch.Tensor | None) -> None:
-        started = time.perf_counter()
         record = self.records[group]
         try:
             self.updater.run(record, pending, hi_out=hi_out)
@@ -116,7 +108,6 @@ class Fetcher:
         group.outdated = group.flat is not None
         group.stale = not group.replicated and record.ranges.hi_numel != record.ranges.state_numel
         group.pending = None  # last: who sees none finds the rest in order
-        self.record("update", group.name, started, time.perf_counter())
 
     def close(self) -> None:
         self.thread.shutdown(wait=True)
@@ -138,26 +129,22 @@ class Fetcher:
             self.traffic.add("h2d", record.hi_entries * group.hi_dtype.itemsize)
         if slab.resident:
             self.apply(group)
-            return self._upload(slab.tensor) if not self._resident(group) else Staged(slab.tensor, Event(), None)
-        started = time.perf_counter()
+            return self._upload(slab.tensor, group) if not self._resident(group) else Staged(slab.tensor, Event(), None)
         buffer = self.host.acquire(record.hi_entries, group.hi_dtype)
         updates_all = group.pending is not None and record.ranges.hi_numel == record.ranges.state_numel
         if not self.apply(group, hi_out=buffer) or not updates_all:
             slab.read(0, buffer).result()
-            self.record("nvme", f"read {group.name}", started, time.perf_counter())
         staged = Staged(buffer, Event(), self.host)
         if not self.streams.is_cuda:
             return staged
-        uploaded = self._upload(buffer)
+        uploaded = self._upload(buffer, group)
         uploaded.event.synchronize()
         staged.release()
         return uploaded
 
-    def _upload(self, host: torch.Tensor) -> Staged:
-        started = time.perf_counter()
+    def _upload(self, host: torch.Tensor, group: ParamGroup) -> Staged:
         hi, free = self.device.acquire_after(host.numel(), host.dtype)
-        event = self.streams.copy_h2d(hi, host, after=free)
-        self.record("h2d", "weights", started, time.perf_counter())
+        event = self.streams.copy_h2d(hi, host, after=free, name=f"weights {group.name}")
         return Staged(hi, event, self.device)
 
 

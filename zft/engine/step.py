@@ -88,6 +88,7 @@ class Stepper:
             self._waves(micro_batches, totals, loss_fn)
             parts.fetcher.settle()  # weights fetched on a wrong guess must not be taken for those after an update
             result = self._decide(totals, lr)
+            parts.streams.report()
         except BaseException as error:
             self._recover(error)
             raise

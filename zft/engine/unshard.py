@@ -9,8 +9,9 @@ import torch
 from zft.dist import World
 from zft.engine.pool import BufferPool, maker
 from zft.engine.record import Record
-from zft.engine.schedule import Fetcher, Recorder, Staged
+from zft.engine.schedule import Fetcher, Staged
 from zft.engine.unit import ParamGroup, Unit, UnitState
+from zft.tiers.device import Recorder
 
 
 class Sharder:

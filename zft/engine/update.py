@@ -15,6 +15,7 @@ from zft.engine.record import PAGE_BYTES, Record
 from zft.engine.unit import Pending
 from zft.optim.rules import Hyper, Segments
 from zft.tiers.cpu import aligned_empty
+from zft.tiers.device import Recorder, recorded, unrecorded
 from zft.tiers.nvme import wait_all
 from zft.tiers.slab import Traffic
 
@@ -24,8 +25,8 @@ CHUNK_NUMEL = 1 << 20
 class Updater:
     """Runs updates; several chunks are in flight, so that reading, arithmetic and writing overlap."""
 
-    def __init__(self, config: EngineConfig, device: torch.device, traffic: Traffic):
-        self.config, self.device, self.traffic = config, device, traffic
+    def __init__(self, config: EngineConfig, device: torch.device, traffic: Traffic, recorder: Recorder = unrecorded):
+        self.config, self.device, self.traffic, self.recorder = config, device, traffic, recorder
         streamed = Tier.nvme in (config.state_tier, config.param_tier, config.grad_tier)
         cores = config.update_threads or len(os.sched_getaffinity(0))
         self.workers = max(cores, 4) if streamed else cores
@@ -88,8 +89,9 @@ class Updater:
         if not parts:
             return
         gradient = views.pop("grad") if grad is None else grad[start:end]
-        for step, segments in parts.items():
-            rule.update(views, gradient, segments, Hyper(step, pending.lr, pending.grad_scale))
+        with recorded(self.recorder, "update", record.group.name):
+            for step, segments in parts.items():
+                rule.update(views, gradient, segments, Hyper(step, pending.lr, pending.grad_scale))
         wait_all([slab.write(first, view) for slab, first, view in writes])
 
     def _stage(self, offset_bytes: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -24,7 +24,8 @@ PAGE = "report.html"
 _LANES = {
     "compute": "computing",
     "update": "updating weights",
-    "nvme": "reading or writing NVMe",
+    "nvme read": "reading NVMe",
+    "nvme write": "writing NVMe",
     "h2d": "copying to the device",
     "d2h": "copying from the device",
     "idle": "between them",

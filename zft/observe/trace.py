@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-LANES = ("compute", "update", "h2d", "d2h", "nvme")
+LANES = ("compute", "update", "h2d", "d2h", "nvme read", "nvme write")
 FILE = "trace.json"
 STEPS = 2
 WARM_UP_STEPS = 1
@@ -61,7 +61,7 @@ class Trace:
         steps = self.steps()
         first, last = (steps[0].start_s, steps[-1].end_s) if steps else (0.0, 0.0)
         inside = [span for span in list(self._spans) if span.end_s > first and span.start_s < last]
-        return sorted(inside, key=lambda span: (span.start_s, -span.end_s))
+        return sorted(joined(inside), key=lambda span: (span.start_s, -span.end_s))
 
     def write(self, folder: Path) -> None:
         """Write trace.json, unless no step was traced."""
@@ -88,6 +88,18 @@ def events(steps: list[Span], spans: list[Span]) -> Iterator[dict]:
                 start_us, length_us = (span.start_s - zero) * 1e6, (span.end_s - span.start_s) * 1e6
                 yield {"ph": "X", "pid": 0, "tid": thread, "cat": lane, "name": span.name, "ts": start_us, "dur": length_us}
             thread += 1
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """Spans of one lane and name that overlap as one: pieces of a transfer or an update, moved by several threads."""
+    found: dict[tuple[str, str], list[Span]] = {}
+    for span in sorted(spans, key=lambda span: span.start_s):
+        mine = found.setdefault((span.lane, span.name), [])
+        if mine and span.start_s <= mine[-1].end_s:
+            mine[-1] = Span(span.lane, span.name, mine[-1].start_s, max(mine[-1].end_s, span.end_s))
+        else:
+            mine.append(span)
+    return [span for mine in found.values() for span in mine]
 
 
 def rows(spans: Iterable[Span]) -> list[list[Span]]:
@@ -137,10 +149,7 @@ def busy(spans: list[Span], start_s: float, end_s: float) -> dict[str, float]:
 
 
 def critical(spans: list[Span], start_s: float, end_s: float) -> list[Span]:
-    """What the step waited for at each moment: compute where it runs, else the lane that runs instead, else `idle`.
-
-    update comes before nvme: its passes contain the reads and writes of the state.
-    """
+    """What the step waited for at each moment: compute where it runs, else the first of LANES that does, else `idle`."""
     order = {lane: union([s for s in spans if s.lane == lane], start_s, end_s) for lane in LANES}
     borders = sorted({start_s, end_s, *(edge for parts in order.values() for pair in parts for edge in pair)})
     out: list[Span] = []

@@ -9,6 +9,7 @@ import torch
 
 from zft.config import Tier
 from zft.tiers.cpu import aligned_empty, round_up
+from zft.tiers.device import Recorder, recorded, unrecorded
 from zft.tiers.nvme import NvmeFile, NvmeFolder
 from zft.tiers.slab import Traffic
 
@@ -40,7 +41,11 @@ class Boundary:
             self.store.free(self.place, self.numel_bytes)
         host, self.host = self.host, None
         self.store.traffic.add("h2d", self.numel_bytes)
-        return host.view(self.dtype).view(self.shape).to(self.device, non_blocking=True)
+        tensor = host.view(self.dtype).view(self.shape)
+        if tensor.device == self.device:
+            return tensor
+        with recorded(self.store.recorder, "h2d", "activations"):
+            return tensor.to(self.device, non_blocking=True)
 
 
 EXTENT_BYTES = 64 << 20
@@ -49,8 +54,8 @@ EXTENT_BYTES = 64 << 20
 class ActivationStore:
     """Keeps boundary activations on the cpu or nvme tier. Its files grow to what one wave needs and are reused."""
 
-    def __init__(self, tier: Tier, folder: NvmeFolder | None, traffic: Traffic):
-        self.tier, self.folder, self.traffic = tier, folder, traffic
+    def __init__(self, tier: Tier, folder: NvmeFolder | None, traffic: Traffic, recorder: Recorder = unrecorded):
+        self.tier, self.folder, self.traffic, self.recorder = tier, folder, traffic, recorder
         self.files: list[NvmeFile] = []
         self.end = 0
         self.holes: dict[int, list[tuple[NvmeFile, int]]] = {}
@@ -66,7 +71,8 @@ class ActivationStore:
             boundary.shared = tensor if flat.data_ptr() == tensor.data_ptr() else None
             return boundary
         host = aligned_empty(boundary.numel_bytes)
-        host.view(tensor.dtype).copy_(tensor.reshape(-1))
+        with recorded(self.recorder, "d2h", "activations"):
+            host.view(tensor.dtype).copy_(tensor.reshape(-1))
         if self.tier is Tier.cpu:
             boundary.host = host
             return boundary

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
+
+Recorder = Callable[[str, str, float, float], None]
+"""(lane, name, start_s, end_s): a finished piece of work, for the trace."""
+
+
+def unrecorded(*_: object) -> None:
+    """A recorder that keeps nothing."""
+
+
+@contextmanager
+def recorded(recorder: Recorder, lane: str, name: str) -> Iterator[None]:
+    """Around work that is done when it returns."""
+    started = time.perf_counter()
+    yield
+    recorder(lane, name, started, time.perf_counter())
 
 
 class Event:
@@ -32,10 +51,14 @@ class Streams:
     """The compute stream (whatever is current), one stream for copies in and one for copies out.
 
     Nothing here blocks the host but `Event.synchronize`. A copy is asynchronous only from or to pinned memory (Arena).
+    `recorder` gets every copy as a span of lane h2d or d2h: with CUDA when `report` is called.
     """
 
-    def __init__(self, device: torch.device | str):
-        self.device = torch.device(device)
+    def __init__(self, device: torch.device | str, recorder: Recorder = unrecorded):
+        self.device, self.recorder = torch.device(device), recorder
+        self._timed: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._zero: tuple[torch.cuda.Event, float] | None = None
+        """A point on the device's clock, and the host's time then."""
         self.is_cuda = self.device.type == "cuda"
         self.h2d = torch.cuda.Stream(self.device) if self.is_cuda else None
         self.d2h = torch.cuda.Stream(self.device) if self.is_cuda else None
@@ -46,26 +69,45 @@ class Streams:
             return Event()
         return Event(torch.cuda.current_stream(self.device).record_event())
 
-    def copy_h2d(self, dst: torch.Tensor, src: torch.Tensor, after: Event | None = None) -> Event:
+    def copy_h2d(self, dst: torch.Tensor, src: torch.Tensor, after: Event | None = None, name: str = "") -> Event:
         """dst (device) <- src (host). Starts once `after` is reached; None: at once, so dst must be free already."""
-        return self._copy(dst, src, self.h2d, after)
+        return self._copy(dst, src, ("h2d", name), after)
 
-    def copy_d2h(self, dst: torch.Tensor, src: torch.Tensor, after: Event | None = None) -> Event:
+    def copy_d2h(self, dst: torch.Tensor, src: torch.Tensor, after: Event | None = None, name: str = "") -> Event:
         """dst (host) <- src (device). Starts once `after` is reached; None: after all compute enqueued so far."""
-        return self._copy(dst, src, self.d2h, after or self.record())
+        return self._copy(dst, src, ("d2h", name), after or self.record())
 
-    def _copy(self, dst: torch.Tensor, src: torch.Tensor, stream, after: Event | None) -> Event:
+    def _copy(self, dst: torch.Tensor, src: torch.Tensor, span: tuple[str, str], after: Event | None) -> Event:
         if not self.is_cuda:
-            dst.copy_(src)
+            with recorded(self.recorder, *span):
+                dst.copy_(src)
             return Event()
+        stream = self.h2d if span[0] == "h2d" else self.d2h
         if after is not None and after._event is not None:
             stream.wait_event(after._event)
+        if self._zero is None:
+            self._zero = (_timing_event(stream), 0.0)
+            self._zero[0].synchronize()
+            self._zero = (self._zero[0], time.perf_counter())
         with torch.cuda.stream(stream):
+            began = _timing_event(stream)
             dst.copy_(src, non_blocking=True)
+            ended = _timing_event(stream)
+        self._timed.append((*span, began, ended))
         for tensor in (dst, src):
             if tensor.is_cuda:
                 tensor.record_stream(stream)
-        return Event(stream.record_event(), (dst, src))
+        return Event(ended, (dst, src))
+
+    def report(self) -> None:
+        """Hand the recorder the copies that have ended since the last call."""
+        timed, self._timed = self._timed, []
+        for lane, name, began, ended in timed:
+            if not ended.query():
+                self._timed.append((lane, name, began, ended))
+                continue
+            start_s, end_s = (self._zero[1] + self._zero[0].elapsed_time(event) / 1e3 for event in (began, ended))
+            self.recorder(lane, name, start_s, end_s)
 
     def join(self) -> None:
         """Later compute waits for every copy enqueued so far (end of a step)."""
@@ -73,3 +115,7 @@ class Streams:
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(self.h2d)
             current.wait_stream(self.d2h)
+
+
+def _timing_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    return stream.record_event(torch.cuda.Event(enable_timing=True))

@@ -18,6 +18,7 @@ import torch
 from zft.config import ZftError
 from zft.tiers import claim
 from zft.tiers.cpu import PAGE, aligned_empty, round_up
+from zft.tiers.device import Recorder, recorded, unrecorded
 from zft.tiers.disk import allocate, direct_works, file_name, in_memory
 
 PIECE_BYTES = 8 << 20
@@ -29,12 +30,13 @@ _warned_buffered: set[str] = set()
 class NvmeFolder:
     """This rank's files under `path`, owned until close(): locked against other runs, deleted at the end.
 
-    `preadv` and `pwritev` take (fd, buffers, offset) like their namesakes in `os`; tests pass failing ones.
+    `preadv` and `pwritev` take (fd, buffers, offset) like their namesakes in `os`; tests pass failing ones. `recorder` gets
+    the transfers as spans of lanes "nvme read" and "nvme write", by the files' names.
     Raises ZftError if the folder cannot be created, written or is in use, and on Windows.
     """
 
     def __init__(self, path: str | Path, rank: int = 0, threads: int = 4, *,
-                 preadv: Callable | None = None, pwritev: Callable | None = None):
+                 preadv: Callable | None = None, pwritev: Callable | None = None, recorder: Recorder = unrecorded):
         if claim.fcntl is None:
             raise ZftError("the nvme tier needs Linux, WSL2 or macOS, got Windows; "
                            "set param_tier, state_tier and grad_tier to device or cpu")
@@ -42,6 +44,7 @@ class NvmeFolder:
         self.folder = self.path / f"rank-{rank}"
         self._preadv = preadv or os.preadv
         self._pwritev = pwritev or os.pwritev
+        self.recorder = recorder
         created = not self.path.exists()
         lock_fd = claim.acquire(self.path, self.folder)
         self._open: dict[str, tuple[int, Path]] = {}
@@ -76,7 +79,7 @@ class NvmeFolder:
     def create(self, name: str, nbytes: int) -> NvmeFile:
         """A new file with room for `nbytes`, allocated now so that a full disk shows here (ZftError)."""
         assert name not in self._open, f"nvme file {name!r} exists already"
-        file = NvmeFile(self, self.folder / file_name(name), nbytes)
+        file = NvmeFile(self, self.folder / file_name(name), nbytes, name)
         self._open[name] = (file._fd, file.path)
         return file
 
@@ -101,8 +104,8 @@ class NvmeFolder:
 class NvmeFile:
     """`nbytes` on disk. Requests run in no particular order: wait for one before another touches the same bytes."""
 
-    def __init__(self, folder: NvmeFolder, path: Path, nbytes: int):
-        self.path = path
+    def __init__(self, folder: NvmeFolder, path: Path, nbytes: int, name: str):
+        self.path, self.name = path, name
         self.nbytes = nbytes
         self._folder = folder
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if folder.direct else 0)
@@ -152,7 +155,8 @@ class NvmeFile:
             if not read:
                 page[:tail] = piece[body:]
             buffers.append(page)
-        self._move(read, offset, buffers)
+        with recorded(self._folder.recorder, "nvme read" if read else "nvme write", self.name):
+            self._move(read, offset, buffers)
         if tail and read:
             piece[body:] = page[:tail]
 
