@@ -1,4 +1,4 @@
-"""The engine's spans by lane: an update is its arithmetic only, and what it reads and writes shows as NVMe transfers."""
+"""The engine's spans by lane: an update is its arithmetic only, and its reads and writes show as NVMe transfers."""
 
 from __future__ import annotations
 

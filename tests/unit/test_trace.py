@@ -32,7 +32,8 @@ def test_spans_of_other_threads_and_across_the_border_are_kept():
     made = Trace()
     started = trace.time.perf_counter()
     with made.step(1):
-        threads = [threading.Thread(target=made.add, args=("nvme read", str(i), started - 1, started + 60)) for i in range(8)]
+        when = (started - 1, started + 60)
+        threads = [threading.Thread(target=made.add, args=("nvme read", str(i), *when)) for i in range(8)]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
         made.add("nvme read", "long before", started - 2, started - 1)

@@ -154,7 +154,8 @@ def timeline(steps: list[Span], spans: list[Span], longest: str) -> str:
 def _block(span: Span, x: float, y: float, scale: float, end: float) -> str:
     length = max((min(span.end_s, end) - max(span.start_s, 0.0)) * scale, 0.6)
     title = f"{escape(span.name)}: {(span.end_s - span.start_s) * 1e3:.3g} ms"
-    return f"<rect class='lane-{span.lane.replace(' ', '-')}' x={x:.2f} y={y} width={length:.2f} height=22><title>{title}</title></rect>"
+    style = f"lane-{span.lane.replace(' ', '-')}"
+    return f"<rect class='{style}' x={x:.2f} y={y} width={length:.2f} height=22><title>{title}</title></rect>"
 
 
 def merged(spans: list[Span], gap_s: float) -> list[Span]:

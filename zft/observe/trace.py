@@ -149,7 +149,7 @@ def busy(spans: list[Span], start_s: float, end_s: float) -> dict[str, float]:
 
 
 def critical(spans: list[Span], start_s: float, end_s: float) -> list[Span]:
-    """What the step waited for at each moment: compute where it runs, else the first of LANES that does, else `idle`."""
+    """What the step waited for at each moment: compute where it runs, else the first of LANES that does; or `idle`."""
     order = {lane: union([s for s in spans if s.lane == lane], start_s, end_s) for lane in LANES}
     borders = sorted({start_s, end_s, *(edge for parts in order.values() for pair in parts for edge in pair)})
     out: list[Span] = []

@@ -30,8 +30,8 @@ _warned_buffered: set[str] = set()
 class NvmeFolder:
     """This rank's files under `path`, owned until close(): locked against other runs, deleted at the end.
 
-    `preadv` and `pwritev` take (fd, buffers, offset) like their namesakes in `os`; tests pass failing ones. `recorder` gets
-    the transfers as spans of lanes "nvme read" and "nvme write", by the files' names.
+    `preadv` and `pwritev` take (fd, buffers, offset) like their namesakes in `os`; tests pass failing ones.
+    `recorder` gets the transfers as spans of lanes "nvme read" and "nvme write", by the files' names.
     Raises ZftError if the folder cannot be created, written or is in use, and on Windows.
     """
 
