@@ -19,14 +19,14 @@ from zft.config import RunConfig
 from zft.data import prepare
 from zft.dist import World
 from zft.models.hub import cache_dir, resolve_model
-from zft.models.load import embedding_rows, load_config, load_tokenizer
+from zft.models.load import embedding_rows, load_config
 from zft.observe.trace import Trace
 from zft.plan.choose import describe
 from zft.train.about import keep_about
 from zft.train.folder import RunFolder
 from zft.train.loop import Job, Outcome, ended_early, evaluator, fit
 from zft.train.setup import (
-    facts, keep_plan, make_loader, placed, planned_and_measured, structure, together, trained_numel,
+    facts, keep_plan, make_loader, placed, planned_and_measured, run_tokenizer, structure, together, trained_numel,
 )  # fmt: skip
 
 CONFIG = "sft"
@@ -43,7 +43,7 @@ def main(run: RunConfig, resume: bool = False) -> int:
         # data: all that can be wrong with it is known before a weight is read
         base = resolve_model(run.model)
         config = load_config(base, run.trust_remote_code)
-        tokenizer = load_tokenizer(base, run.trust_remote_code)
+        tokenizer = run_tokenizer(run, base)
         prepared = prepare(
             [vars(source) for source in run.data],
             tokenizer,

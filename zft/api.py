@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ class Engine:
         record: Callable[[str, str, float, float], None] = lambda *_: None,
     ):
         self.config = config = checked(config)
+        check_unwrapped(model)
         self.world = world or World.from_env(config.compute_device, config.shard_ranks, config.timeout_s)
         self.model, self.source_folder, self.tokenizer = model, getattr(source, "folder", None), None
         self.source, self.saving, self._base = source, None, None
@@ -128,7 +130,8 @@ class Engine:
         replaces the default loss. Raises FloatingPointError where `nonfinite=raise` and a gradient is not finite, RankError
         when another rank failed, ZftError when no token is supervised.
         """
-        return self.stepper.step(micro_batches, lr, loss_fn)
+        with without_cache(self.model):
+            return self.stepper.step(micro_batches, lr, loss_fn)
 
     def evaluate(self, micro_batches: list[dict[str, torch.Tensor]], adapter: bool = True) -> EvalResult:
         """Mean loss over the supervised tokens of all ranks, in eval mode; changes no state.
@@ -312,6 +315,19 @@ def export_merged(engine: Engine, units: Iterator, folder: str | Path, dtype: to
     return export_folder(folder, merged, plain, base, dtype=dtype, **options)
 
 
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """No key-value cache by default: a loss_fn that doesn't say use_cache=False would get one from the model's config."""
+    found = {id(config): config for m in model.modules() if getattr(config := getattr(m, "config", None), "use_cache", False)}
+    for config in found.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in found.values():
+            config.use_cache = True
+
+
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, buffer) of what belongs into a state dict."""
     kept = set(model.state_dict(keep_vars=True))
@@ -340,6 +356,18 @@ def checked(config: EngineConfig) -> EngineConfig:
     if problems:
         raise ZftError("; ".join(problems))
     return dataclasses.replace(config, **values)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raises ZftError for a model inside another's wrapper, whose prefix would get into the names of all weights."""
+    inner = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+    parallel = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    for name, _ in model.named_parameters():
+        if parallel or inner & set(name.split(".")):
+            raise ZftError(
+                f"the model is wrapped: it has a parameter {name}; pass the model itself (engine.compile=true compiles, "
+                "engine.activation recomputes, and the engine shards by itself)"
+            )
 
 
 def anatomy_of(model: nn.Module, config: EngineConfig) -> Anatomy:

@@ -32,30 +32,6 @@ def sizes(loader) -> list[int]:
     return out
 
 
-def test_05_tail_of_an_epoch(tmp_path):
-    tokenizer = bpe_tokenizer("chatml")
-    many = prepare(write(tmp_path / "a.jsonl", [chat(answer=f"of {n}") for n in range(63)]), tokenizer, seq_len=64)
-    assert sizes(many.loader(0, 1, 1, 8, 2)) == [8, 8, 8, 8, 8, 8, 8, 7] * 2
-    few = prepare(write(tmp_path / "b.jsonl", [chat()] * 3), tokenizer, seq_len=64)
-    assert sizes(few.loader(0, 1, 1, 4, 1)) == [3]
-
-
-def test_06_four_rows_on_two_ranks(tmp_path):
-    prepared = prepare(write(tmp_path / "a.jsonl", [chat()] * 4), bpe_tokenizer("chatml"), seq_len=64)
-    assert sizes(prepared.loader(0, 2, 1, 1, 2)) == sizes(prepared.loader(1, 2, 1, 1, 2)) == [1, 1, 1, 1]
-
-
-def test_07_everything_masked_is_an_error_before_the_model(tmp_path):
-    path = write(tmp_path / "a.jsonl", [chat(prompt="the a of and " * 30)] * 5)
-    with pytest.raises(ZftError, match="no supervised token: of 5 rows, 5 no target within seq_len"):
-        prepare(path, bpe_tokenizer("chatml"), seq_len=32)
-
-
-def test_16_pad_is_eos():
-    batch = padded([(np.asarray([5, 6, 2]), np.ones(3, bool)), (np.asarray([1] * 5), np.ones(5, bool))], pad_id=2)
-    assert batch["labels"][0].tolist() == [5, 6, 2, -100, -100]
-
-
 def test_60_fewer_rows_than_ranks(tmp_path):
     prepared = prepare(write(tmp_path / "a.jsonl", [chat()]), bpe_tokenizer("chatml"), seq_len=64)
     assert [sizes(prepared.loader(rank, 3, 2, 1, 1)) for rank in range(3)] == [[1], [0], [0]]

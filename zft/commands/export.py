@@ -73,12 +73,11 @@ def _export_checkpoint(checkpoint: Path, run: RunConfig, folder: Path, merge: bo
     from zft.data.template import resolve_template
     from zft.dist import World
     from zft.models.hub import resolve_model
-    from zft.models.load import load_tokenizer
-    from zft.train.setup import facts, structure
+    from zft.train.setup import facts, run_tokenizer, structure
     from zft.train.state import TrainState
 
     base = resolve_model(run.model)
-    tokenizer = load_tokenizer(base, run.trust_remote_code)
+    tokenizer = run_tokenizer(run, base)
     model, source = structure(run, base, tokenizer, World.single("cpu"))
     if merge and not is_adapter(model):
         raise ZftError("--merge is for adapters, and this run trained every weight; leave it out")

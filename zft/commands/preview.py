@@ -29,10 +29,10 @@ def preview(
 
     from zft.data import prepare
     from zft.models.hub import cache_dir, resolve_model
-    from zft.models.load import embedding_rows, load_config, load_tokenizer
+    from zft.models.load import embedding_rows, load_config
 
     base = resolve_model(run.model)
-    tokenizer = load_tokenizer(base, run.trust_remote_code)
+    tokenizer = run_tokenizer(run, base)
     prepared = prepare(
         [vars(source) for source in run.data],
         tokenizer,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from zft.config import Activation, EngineConfig
+from zft.config import Activation, EngineConfig, ZftError
 from zft.engine.context import TorchContext
 from zft.engine.tape import Cut, Entry, Kept, Slot, Tape, Visit
 from zft.engine.unit import ParamGroup, Unit
@@ -105,6 +105,11 @@ class Gates:
         if not torch.is_grad_enabled() or not (unit.trainable or any(t.requires_grad for t in tensors)):
             with torch.no_grad():
                 return self.inner[unit](*args, **kwargs)
+        if self.activation is not Activation.none and any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())):
+            raise ZftError(
+                f"{unit.name} got a key-value cache in a training step; the recompute would extend it a second time and the "
+                "gradients would be wrong: leave use_cache and past_key_values out, or set activation=none"
+            )
         # the model's own checkpointing hooks are for its own graph, not for the recompute's
         context = replace(TorchContext.capture(self.device), saved_hooks=[])
         entry = Entry.of(args, kwargs, context, self.store)

@@ -45,6 +45,7 @@ def attach_adapter(
     saved = AdapterFile(method.adapter) if method.adapter else None
     config = saved_config(saved.folder, method) if saved else lora_config(model, method, new_tokens)
     check_tied(model, config)
+    check_rows(model, config, method)
     names, linear = AdapterWeights.base_names(model), endings(n for n in linear_layers(model) if "expert" not in n)
     model.requires_grad_(False)
     try:
@@ -140,6 +141,18 @@ def check_tied(model: nn.Module, config: Any) -> None:
                     f"{key} includes {hit[0]}, but {' and '.join(ends)} share one weight (tie_word_embeddings); "
                     "leave it out, or untie the model first"
                 )
+
+
+def check_rows(model: nn.Module, config: Any, method: MethodConfig) -> None:
+    """Raises ZftError for an adapter that was trained with more tokens than the model has rows for."""
+    indices = config.trainable_token_indices or {}
+    last = max((row for rows in (indices.values() if isinstance(indices, dict) else [indices]) for row in rows), default=-1)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if last >= rows:
+        raise ZftError(
+            f"method.adapter={method.adapter} trained row {last} of the embedding, but the model has {rows} rows; "
+            "grow the model to the tokenizer that was saved with the adapter first (zft.models.load.grow)"
+        )
 
 
 def quantizable(wrapped: Any) -> frozenset[str]:

@@ -18,7 +18,7 @@ from zft.data import prepare
 from zft.dist import World
 from zft.engine.step import EvalResult
 from zft.models.hub import cache_dir, resolve_model
-from zft.models.load import embedding_rows, load_config, load_tokenizer
+from zft.models.load import embedding_rows, load_config
 from zft.train.setup import placed, structure, together
 
 
@@ -75,7 +75,7 @@ def evaluate_model(run: RunConfig, world: World, method: str, checkpoint: Path |
     with together(world):
         base = resolve_model(run.model)
         config = load_config(base, run.trust_remote_code)
-        tokenizer = load_tokenizer(base, run.trust_remote_code)
+        tokenizer = run_tokenizer(run, base)
         prepared = prepare(
             [vars(source) for source in run.data],
             tokenizer,

@@ -14,7 +14,7 @@ import torch
 from zft.config import Method, RunConfig
 from zft.dist import World
 from zft.models.adapters import attach_adapter
-from zft.models.load import HubWeights, build_model, grow, tokenizer_rows
+from zft.models.load import HubWeights, build_model, grow, load_tokenizer, tokenizer_rows
 from zft.plan.choose import Lengths, Plan
 from zft.plan.runs import place
 from zft.plan.show import against
@@ -38,6 +38,13 @@ def make_loader(prepared, run: RunConfig, world: World):
     epochs = None if train.steps else train.epochs
     loader = prepared.loader(world.rank, world.size, train.micro_batch_size, train.grad_accum_steps, epochs)
     return loader, train.steps or loader.total_steps
+
+
+def run_tokenizer(run: RunConfig, base: Path) -> Any:
+    """The model's tokenizer; where a run goes on from an adapter that has its own, that one: it may have more tokens."""
+    folder = Path(run.method.adapter) if run.method.adapter and run.method.name is not Method.full else base
+    own = (folder / "tokenizer_config.json").is_file()
+    return load_tokenizer(folder if own else base, run.trust_remote_code)
 
 
 def structure(run: RunConfig, base: Path, tokenizer: Any, world: World) -> tuple[torch.nn.Module, Any]:
