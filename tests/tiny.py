@@ -53,6 +53,16 @@ DEEPSEEK = {
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
+GLM4_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": 8,
+}
 ROPE_LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -85,6 +95,7 @@ ARCHS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {"logits_scaling": 4.0, "tie_word_embeddings": True}),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+    "glm4_moe": ("glm4_moe", GLM4_MOE),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8}),
 }
 # the 17 families that the design names, one each

@@ -11,7 +11,6 @@ import dataclasses
 import inspect
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from zft.engine.step import EvalResult, LossFn, Stepper, StepResult
 from zft.engine.stream import group_tensors
 from zft.models.loss import HeadLoss, aux_loss, shift_labels
 from zft.models.nf4 import NF4
+from zft.models.plain import check_unwrapped, without_cache
 from zft.precision import resolve_precision
 
 __all__ = ["SGD", "AdamW", "Engine", "EngineConfig", "EvalResult", "Lion", "StepResult", "World"]
@@ -315,19 +315,6 @@ def export_merged(engine: Engine, units: Iterator, folder: str | Path, dtype: to
     return export_folder(folder, merged, plain, base, dtype=dtype, **options)
 
 
-@contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """No key-value cache by default: a loss_fn that doesn't say use_cache=False would get one from the model's config."""
-    found = {id(config): config for m in model.modules() if getattr(config := getattr(m, "config", None), "use_cache", False)}
-    for config in found.values():
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in found.values():
-            config.use_cache = True
-
-
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, buffer) of what belongs into a state dict."""
     kept = set(model.state_dict(keep_vars=True))
@@ -356,18 +343,6 @@ def checked(config: EngineConfig) -> EngineConfig:
     if problems:
         raise ZftError("; ".join(problems))
     return dataclasses.replace(config, **values)
-
-
-def check_unwrapped(model: nn.Module) -> None:
-    """Raises ZftError for a model inside another's wrapper, whose prefix would get into the names of all weights."""
-    inner = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-    parallel = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
-    for name, _ in model.named_parameters():
-        if parallel or inner & set(name.split(".")):
-            raise ZftError(
-                f"the model is wrapped: it has a parameter {name}; pass the model itself (engine.compile=true compiles, "
-                "engine.activation recomputes, and the engine shards by itself)"
-            )
 
 
 def anatomy_of(model: nn.Module, config: EngineConfig) -> Anatomy:

@@ -30,6 +30,7 @@ def preview(
     from zft.data import prepare
     from zft.models.hub import cache_dir, resolve_model
     from zft.models.load import embedding_rows, load_config
+    from zft.train.setup import run_tokenizer
 
     base = resolve_model(run.model)
     tokenizer = run_tokenizer(run, base)
