@@ -19,7 +19,7 @@ from zft.dist import World
 from zft.engine.step import EvalResult
 from zft.models.hub import cache_dir, resolve_model
 from zft.models.load import embedding_rows, load_config
-from zft.train.setup import placed, structure, together
+from zft.train.setup import placed, run_tokenizer, structure, together
 
 
 def mean_loss(prepared: Any, run: RunConfig, world: World, engine: Engine) -> EvalResult:
