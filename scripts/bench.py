@@ -21,6 +21,8 @@ from pathlib import Path
 
 from measure import ROOT, Watched, caption, circumstances, watch, write_result
 
+sys.path[:0] = [str(ROOT)]
+
 PEERS = {
     # name: (script, variant, whose interpreter, what it is)
     "zft-nvme": ("zft_peer.py", "nvme", "own", "zft, everything on NVMe"),
@@ -59,7 +61,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(PEERS), help="peers, by name, with commas")
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--gpu-memory", help="as 24GiB: what each process may take of the GPU")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure")
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure"
+    )
     parser.add_argument("--rows", type=Path, help="data: a file of instructions")
     parser.add_argument("--name", help="of the result; MODE-MODEL unless given")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one process")
@@ -129,6 +133,7 @@ def steps(options: argparse.Namespace) -> int:
     """Step time, memory and disk bytes of every peer."""
     model, facts = folder_of(options), circumstances(options.peers_python)
     runs: dict[str, list[Watched]] = {name: [] for name in PEERS if name in options.only.split(",")}
+    disk = [disk_rates(options)]
     for turn in range(options.rounds):
         for name, done in runs.items():
             if done and done[-1].error:
@@ -138,15 +143,26 @@ def steps(options: argparse.Namespace) -> int:
             last = done[-1]
             seconds = ", ".join(f"{row['seconds']:.2f}" for row in last.steps)
             print(f"    {last.error or seconds + ' s'}; {last.peak_bytes / 2**30:.2f} GiB", flush=True)
+        disk.append(disk_rates(options))
     rows = [step_row(name, done) for name, done in runs.items()]
+    limits = machine_limits({name: done for name, done in runs.items() if not any(each.error for each in done)}, disk)
     base = next((row for row in rows if row["peer"] == "zft-nvme" and not row["error"]), None)
     for row in rows:
         if base and not row["error"]:
-            row["time_ratio"], row["memory_ratio"] = base["step_s"] / row["step_s"], base["peak_bytes"] / row["peak_bytes"]
+            row["time_ratio"], row["memory_ratio"] = (
+                base["step_s"] / row["step_s"],
+                base["peak_bytes"] / row["peak_bytes"],
+            )
     shape = f"{options.micro_batches} × {options.tokens} tokens a step"
-    path = write_result(
-        options.name, {**facts, "command": command_line(), "model": options.model, "rows": rows}, step_table(rows, facts, shape, options)
-    )
+    result = {
+        **facts,
+        "command": command_line(),
+        "model": options.model,
+        "rows": rows,
+        "disk_rates": disk,
+        "limits": limits,
+    }
+    path = write_result(options.name, result, step_table(rows, facts, shape, options) + limits_table(limits))
     print(path.read_text(encoding="utf-8"))
     return 0
 
@@ -154,7 +170,12 @@ def steps(options: argparse.Namespace) -> int:
 def step_row(name: str, done: list[Watched]) -> dict:
     """The median over all timed steps of all rounds; memory is the highest."""
     errors = [each.error for each in done if each.error]
-    row = {"peer": name, "what": PEERS[name][3], "error": errors[0] if errors else "", "peak_bytes": max(e.peak_bytes for e in done)}
+    row = {
+        "peer": name,
+        "what": PEERS[name][3],
+        "error": errors[0] if errors else "",
+        "peak_bytes": max(e.peak_bytes for e in done),
+    }
     taken = [step for each in done for step in each.steps]
     if taken and not errors:
         parameters = next(r["parameters"] for r in done[0].rows if r.get("event") == "ready")
@@ -169,6 +190,50 @@ def step_row(name: str, done: list[Watched]) -> dict:
             "files_bytes": max(each.folder_bytes for each in done),
         }
     return row
+
+
+def disk_rates(options: argparse.Namespace) -> dict[str, float]:
+    """Bytes a second of the engine's own reads and writes with nothing beside them, in the folder that the peers use."""
+    from zft.plan.probe import nvme_rates
+
+    return nvme_rates(options.inside)
+
+
+def machine_limits(runs: dict[str, list[Watched]], disk: list[dict]) -> list[dict]:
+    """For zft's runs on NVMe: the larger, per phase, of compute (the run on the device) and disk (its bytes at its rate)."""
+    if not (device := [step for each in runs.get("zft-device", []) for step in each.steps]):
+        return []
+    read, write = (statistics.median(rates[key] for rates in disk) for key in ("read", "write"))
+    limits = []
+    for name in (name for name in runs if name.startswith("zft-nvme")):
+        row = {"peer": name, "what": PEERS[name][3], "step_s": 0.0, "limit_s": 0.0}
+        for phase in ("forward", "backward"):
+            mine = [step[phase] for each in runs[name] for step in each.steps]
+            compute_s = statistics.median(step[phase]["seconds"] for step in device)
+            disk_s = statistics.median(step["nvme_read"] / read + step["nvme_write"] / write for step in mine)
+            seconds = statistics.median(step["seconds"] for step in mine)
+            row[phase] = {"seconds": seconds, "compute_s": compute_s, "disk_s": disk_s}
+            row["step_s"] += seconds
+            row["limit_s"] += max(compute_s, disk_s)
+        limits.append(row)
+    return limits
+
+
+def limits_table(limits: list[dict]) -> str:
+    if not limits:
+        return ""
+    lines = [
+        "", "", "**Against the machine**: compute is the same phase with everything on the device, disk the phase's bytes at the",
+        "rate of the disk alone; forward holds the clipped updates.", "",
+        "| | forward: took, compute, disk s | backward: took, compute, disk s | step / limit |", "|---|---:|---:|---:|",
+    ]  # fmt: skip
+    for row in limits:
+        cells = [
+            ", ".join(f"{row[phase][key]:.1f}" for key in ("seconds", "compute_s", "disk_s"))
+            for phase in ("forward", "backward")
+        ]
+        lines.append(f"| {row['what']} | {cells[0]} | {cells[1]} | {row['step_s'] / row['limit_s']:.2f} |")
+    return "\n".join(lines)
 
 
 def step_table(rows: list[dict], facts: dict, shape: str, options: argparse.Namespace) -> str:
@@ -193,7 +258,6 @@ def step_table(rows: list[dict], facts: dict, shape: str, options: argparse.Name
 
 def update(options: argparse.Namespace) -> int:
     """Bytes a second of the update beside a plain copy, in turns, in this process."""
-    sys.path[:0] = [str(ROOT)]
     from zft.plan.probe import copy_rate, update_rate
 
     facts, rows = circumstances(), []
@@ -226,7 +290,16 @@ def export(options: argparse.Namespace) -> int:
     made = watch([sys.executable, "scripts/bench_peers/export_peer.py", "save", str(model), str(ours)])
     if made.error:
         sys.exit(f"zft could not save: {made.error}")
-    commands = {"zft": [sys.executable, "scripts/bench_peers/export_peer.py", "export", str(model), str(ours), str(options.inside / "out")]}
+    commands = {
+        "zft": [
+            sys.executable,
+            "scripts/bench_peers/export_peer.py",
+            "export",
+            str(model),
+            str(ours),
+            str(options.inside / "out"),
+        ]
+    }
     work = options.inside / "ds"
     work.mkdir()
     saved = watch(
@@ -243,7 +316,9 @@ def export(options: argparse.Namespace) -> int:
     return compare(options, facts, "exporting a trained checkpoint", commands, saved.error)
 
 
-def compare(options: argparse.Namespace, facts: dict, what: str, commands: dict[str, list[str]], error: str = "") -> int:
+def compare(
+    options: argparse.Namespace, facts: dict, what: str, commands: dict[str, list[str]], error: str = ""
+) -> int:
     """Seconds and peak memory of whole processes, in turns."""
     runs: dict[str, list[Watched]] = {name: [] for name in commands}
     for _ in range(max(options.rounds, 1)):
@@ -257,12 +332,21 @@ def compare(options: argparse.Namespace, facts: dict, what: str, commands: dict[
         inside = [row["seconds"] for each in done for row in each.rows if row.get("event") == "done"]
         rows.append({"peer": name, "error": (error or failed) if failed else "", "seconds": statistics.median(e.seconds for e in done),
                      "inside_s": statistics.median(inside) if inside else None, "peak_bytes": max(e.peak_bytes for e in done)})  # fmt: skip
-    lines = [f"**{options.model}, {what}** (whole process, with imports)", "", "| | seconds | peak resident GiB |", "|---|---:|---:|"]
+    lines = [
+        f"**{options.model}, {what}** (whole process, with imports)",
+        "",
+        "| | seconds | peak resident GiB |",
+        "|---|---:|---:|",
+    ]
     for row in rows:
-        cells = f"failed: {row['error']} | " if row["error"] else f"{row['seconds']:.1f} | {row['peak_bytes'] / 2**30:.2f}"
+        cells = (
+            f"failed: {row['error']} | " if row["error"] else f"{row['seconds']:.1f} | {row['peak_bytes'] / 2**30:.2f}"
+        )
         lines.append(f"| {row['peer']} | {cells} |")
     path = write_result(
-        options.name, {**facts, "command": command_line(), "rows": rows}, "\n".join([*lines, "", caption(facts, command_line())])
+        options.name,
+        {**facts, "command": command_line(), "rows": rows},
+        "\n".join([*lines, "", caption(facts, command_line())]),
     )
     print(path.read_text(encoding="utf-8"))
     return 0
@@ -274,7 +358,9 @@ def watch_data(options: argparse.Namespace) -> int:
         sys.exit("data needs --model FOLDER (with a tokenizer) and --rows FILE")
     import subprocess
 
-    return subprocess.run([options.peers_python, "scripts/bench_data.py", options.model, str(options.rows)], cwd=ROOT, check=False).returncode
+    return subprocess.run(
+        [options.peers_python, "scripts/bench_data.py", options.model, str(options.rows)], cwd=ROOT, check=False
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -166,8 +166,12 @@ def _gpu() -> str | None:
 
 def commit() -> str:
     """The commit, with a + where tracked files differ from it."""
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False)
-    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, cwd=ROOT, check=False)
+    head = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 

@@ -80,7 +80,16 @@ def main() -> int:
     print(summary)
     if not options.no_result:
         command = "python scripts/plan_check.py"
-        text = "\n".join(["**Planned and measured**", "", MARKDOWN, *map(markdown, rows), "", f"{summary}. {caption(facts, command)}"])
+        text = "\n".join(
+            [
+                "**Planned and measured**",
+                "",
+                MARKDOWN,
+                *map(markdown, rows),
+                "",
+                f"{summary}. {caption(facts, command)}",
+            ]
+        )
         write_result("plan_check", {**facts, "command": command, "rows": rows}, text)
     return int(bool(bad))
 
@@ -98,7 +107,11 @@ def cell(shape: str, placement: str, options: argparse.Namespace) -> dict:
                    "--steps", str(options.steps), "--micro-batches", str(micro_batches), "--tokens", str(tokens),
                    "--variant", json.dumps(settings)]  # fmt: skip
         row |= measured(watch(command, Path(work)))
-    ratios = {name: row[f"planned_{name}"] / row[f"measured_{name}"] for name in ("host", "nvme", "step_s") if row[f"measured_{name}"]}
+    ratios = {
+        name: row[f"planned_{name}"] / row[f"measured_{name}"]
+        for name in ("host", "nvme", "step_s")
+        if row[f"measured_{name}"]
+    }
     row["off"] = {name: ratio - 1 for name, ratio in ratios.items()}
     bounds = {"host": MEMORY_WITHIN, "nvme": MEMORY_WITHIN, "step_s": TIME_WITHIN}
     row["within"] = not row["error"] and all(abs(off) <= bounds[name] for name, off in row["off"].items())

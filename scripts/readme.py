@@ -1,7 +1,7 @@
 """Fills the README's generated parts: the tree from the files' own first lines, the figures from scripts/results.
 
-    python scripts/readme.py            write
-    python scripts/readme.py --check    exit 1 if the README is not what this would write
+python scripts/readme.py            write
+python scripts/readme.py --check    exit 1 if the README is not what this would write
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def summary(path: Path) -> str:
 
 def figures() -> str:
     """The tables that the benchmark and parity scripts left in scripts/results."""
-    parts = [path.read_text(encoding="utf-8").strip() for path in sorted((ROOT / "scripts/results").glob("readme-*.md"))]
+    parts = [
+        path.read_text(encoding="utf-8").strip() for path in sorted((ROOT / "scripts/results").glob("readme-*.md"))
+    ]
     return "\n\n".join(parts) if parts else "No benchmark has been recorded yet: `python scripts/bench.py` makes one."
 
 

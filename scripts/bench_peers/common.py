@@ -56,8 +56,10 @@ def say(**row: object) -> None:
     print(json.dumps(row), flush=True)
 
 
-def run_steps(options: argparse.Namespace, step: Callable[[], float], parameters: int) -> None:
-    """Warm-up and timed steps; `step` returns the loss."""
+def run_steps(
+    options: argparse.Namespace, step: Callable[[], float], parameters: int, more: Callable[[], dict] = dict
+) -> None:
+    """Warm-up and timed steps; `step` returns the loss, `more` what else its row says."""
     say(event="ready", parameters=parameters, torch=torch.__version__, threads=torch.get_num_threads())
     for number in range(options.warmup + options.steps):
         before, started = disk_bytes(), time.perf_counter()
@@ -67,7 +69,8 @@ def run_steps(options: argparse.Namespace, step: Callable[[], float], parameters
         seconds, after = time.perf_counter() - started, disk_bytes()
         moved = {name: after[name] - before[name] for name in after}
         device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        say(event="step", number=number, warmup=number < options.warmup, seconds=seconds, loss=loss, disk=moved, device=device)
+        row = {"number": number, "warmup": number < options.warmup, "seconds": seconds, "loss": loss}
+        say(event="step", **row, disk=moved, device=device, **more())
     sys.stdout.flush()
 
 

@@ -30,7 +30,9 @@ def main() -> None:
     model.enable_input_require_grads()
     model.config.use_cache = False
     with contextlib.redirect_stdout(sys.stderr):
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings(options, largest))
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=settings(options, largest)
+        )
     batches = micro_batches(options, device)
 
     def step() -> float:
@@ -56,7 +58,13 @@ def settings(options, largest: int) -> dict:
     if options.variant.startswith("nvme"):
         optimizer = {"device": "nvme", "nvme_path": nvme, "buffer_count": 12, "pin_memory": False}
     if options.variant == "nvme-all":
-        parameter = {"device": "nvme", "nvme_path": nvme, "buffer_count": 12, "buffer_size": largest + 1024, "pin_memory": False}
+        parameter = {
+            "device": "nvme",
+            "nvme_path": nvme,
+            "buffer_count": 12,
+            "buffer_size": largest + 1024,
+            "pin_memory": False,
+        }
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": options.micro_batches,
@@ -64,7 +72,13 @@ def settings(options, largest: int) -> dict:
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0.0}},
         "zero_optimization": {"stage": 3, "offload_optimizer": optimizer, "offload_param": parameter},
-        "aio": {"block_size": 1 << 20, "queue_depth": 32, "thread_count": 2, "single_submit": False, "overlap_events": True},
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 32,
+            "thread_count": 2,
+            "single_submit": False,
+            "overlap_events": True,
+        },
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }

@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM
 def main() -> None:
     options = arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.variant or "float32")).to(device)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.variant or "float32")).to(
+        device
+    )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=True)

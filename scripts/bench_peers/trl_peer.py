@@ -22,7 +22,9 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
         inner = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
         inner.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        )
         total = options.warmup + options.steps
         rows = [batch["input_ids"][0].tolist() for batch in micro_batches(options)] * total
         data = datasets.Dataset.from_dict({"input_ids": rows})
@@ -44,10 +46,17 @@ def main() -> None:
 
     rows_out: list[dict] = []
     with contextlib.redirect_stdout(sys.stderr):
-        trainer = SFTTrainer(model=model, args=settings, train_dataset=data, processing_class=tokenizer, callbacks=[Timed()])
+        trainer = SFTTrainer(
+            model=model, args=settings, train_dataset=data, processing_class=tokenizer, callbacks=[Timed()]
+        )
         trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    say(event="ready", parameters=sum(p.numel() for p in model.parameters()), torch=torch.__version__, threads=torch.get_num_threads())
+    say(
+        event="ready",
+        parameters=sum(p.numel() for p in model.parameters()),
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+    )
     for row, loss in zip(rows_out, losses, strict=True):
         say(event="step", loss=loss, device=0, **row)
 
