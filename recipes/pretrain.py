@@ -24,6 +24,7 @@ from zft.plan.choose import describe
 from zft.train.about import keep_about
 from zft.train.folder import RunFolder
 from zft.train.loop import Job, Outcome, ended_early, evaluator, fit
+from zft.train.samples import keep_samples
 from zft.train.setup import (
     facts, keep_plan, make_loader, placed, planned_and_measured, run_tokenizer, structure, together, trained_numel,
 )  # fmt: skip
@@ -89,5 +90,9 @@ def main(run: RunConfig, resume: bool = False) -> int:
     if plan is not None:
         say(planned_and_measured(plan, folder, engine.peak_bytes()))
     engine.close()
+    if run.samples:
+        with together(world):
+            if world.is_main:
+                keep_samples(run, base, prepared, tokenizer)
     say(f"done: {folder.export}")
     return 0

@@ -28,7 +28,8 @@ say "3/5 answers before"
 
 out="${ZFT_OUT:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}"
 say "4/5 fine-tuning all weights on zft/data/samples/in_short.jsonl"
-command=("$venv/bin/zft" run sft experiment=smollm2_135m "model=$model" data=zft/data/samples/in_short.jsonl "out=$out" "$@")
+data=zft/data/samples/in_short.jsonl
+command=("$venv/bin/zft" run sft experiment=smollm2_135m "model=$model" "data=$data" "out=$out" samples=2 "$@")
 printf '%s ' "${command[@]}"; echo
 "${command[@]}"
 

@@ -350,3 +350,5 @@ class RunConfig:
     """Run code that comes with the model."""
     track: str | None = None
     """trackio or wandb: send the metrics there too."""
+    samples: int = 0
+    """Prompts of the data that the base and the export answer, for the report; loads the whole model. 0: none."""

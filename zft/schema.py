@@ -122,6 +122,7 @@ _CHOICES = {
 _OPEN = {"train.epochs", "train.max_grad_norm", "hardware."}
 _RANGES = {
     "nproc": (1, 4096),
+    "samples": (0, 8),
     "engine.stage": (0, 3),
     "engine.wave": (1, None),
     "engine.shard_ranks": (1, None),

@@ -83,7 +83,7 @@ def build(tree: dict, cwd: Path) -> RunConfig:
         train=replace(train, lr=optim.lr),
         data_options=_dataclass(DataOptions, tree["data_options"]),
         hardware=_dataclass(Hardware, tree["hardware"]),
-        **{name: tree[name] for name in ("overwrite", "nproc", "trust_remote_code", "track")},
+        **{name: tree[name] for name in ("overwrite", "nproc", "trust_remote_code", "track", "samples")},
     )
 
 

@@ -47,14 +47,12 @@ def _model_folder(name: str) -> str:
 
 def _load(name: str, max_new_tokens: int, trust_remote_code: bool):
     """A function from messages to the model's answer, which it prints as it comes."""
-    import torch
     from transformers import TextStreamer
 
+    from zft.models.answers import answer_ids, load_plain
     from zft.models.load import load_tokenizer
 
-    tokenizer = load_tokenizer(name, trust_remote_code)
-    on_gpu = torch.cuda.is_available()
-    model = _model(name, "auto" if on_gpu else torch.float32, trust_remote_code).to("cuda" if on_gpu else "cpu")
+    tokenizer, model = load_tokenizer(name, trust_remote_code), load_plain(name, trust_remote_code)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def answer(messages: list[dict[str, str]]) -> str:
@@ -64,29 +62,10 @@ def _load(name: str, max_new_tokens: int, trust_remote_code: bool):
             )  # fmt: skip
         else:
             given = tokenizer("\n".join(message["content"] for message in messages), return_tensors="pt")
-        given = given.to(model.device)
-        made = model.generate(**given, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
-        return tokenizer.decode(made[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+        made = answer_ids(model, given["input_ids"], max_new_tokens, streamer=streamer)
+        return tokenizer.decode(made, skip_special_tokens=True)
 
     return answer
-
-
-def _model(name: str, dtype, trust_remote_code: bool):
-    """The model of a folder, or the base that an adapter names with the adapter on it, by transformers and PEFT alone."""
-    options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    if not (Path(name) / "adapter_config.json").is_file():
-        from transformers import AutoModelForCausalLM
-
-        from zft.models.load import load_config
-
-        load_config(name, trust_remote_code)
-        return AutoModelForCausalLM.from_pretrained(name, **options)
-    from peft import AutoPeftModelForCausalLM  # it also makes room for new tokens
-
-    try:
-        return AutoPeftModelForCausalLM.from_pretrained(name, **options)
-    except OSError as error:
-        raise ZftError(f"{name} is an adapter and its base model can't be loaded: {str(error).splitlines()[0]}") from error
 
 
 def _ask() -> str:

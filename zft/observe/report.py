@@ -17,7 +17,7 @@ from zft.observe.progress import duration
 from zft.observe.style import STYLE
 
 FACTS = "report.json"
-"""What a run knows when it begins: title, facts [[label, value]], total_steps, data. Each may be missing."""
+"""What a run knows of itself: title, facts [[label, value]], total_steps, data; later samples. Any may be missing."""
 PLAN = "plan.json"
 """The object of `zft plan --json`; may be missing."""
 PAGE = "report.html"
@@ -37,6 +37,12 @@ def write_facts(folder: Path, facts: dict) -> None:
     partial = folder / f".{FACTS}"
     partial.write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
     partial.replace(folder / FACTS)
+
+
+def add_facts(folder: Path, **facts: object) -> None:
+    """Keep more, what is known only later."""
+    path = folder / FACTS
+    write_facts(folder, (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}) | facts)
 
 
 def read_facts(folder: Path) -> dict:
