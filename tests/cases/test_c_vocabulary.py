@@ -222,8 +222,10 @@ def test_20_run_has_a_row_for_every_token(micro_batch_size, tmp_path):
 
 @pytest.mark.parametrize("what", ["sft", "pretrain", "preview", "eval"])
 def test_20_id_without_a_row_names_file_and_row(what, tmp_path, monkeypatch):
-    """A tokenizer may emit ids that its vocabulary does not list: the row of data with such an id is named before the model
-    is read."""
+    """A row of data with an id that the embedding has no row for is named before the model is read.
+
+    The tokenizer may emit ids that its vocabulary does not list.
+    """
     tiny_folder("llama", tmp_path / "model")
     tiny_tokenizer(80).save_pretrained(tmp_path / "model")
     monkeypatch.setattr("zft.models.load.tokenizer_rows", lambda tokenizer: 64)

@@ -204,8 +204,10 @@ def step_gradients(base: str, adapter: str, settings: dict) -> tuple[float, dict
 @pytest.mark.parametrize("activation", ["full", "none", "selective"])
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_27_checkpointing_over_a_frozen_base(arch, activation, reentrant, tmp_path):
-    """Adapters under a frozen base get the same gradients with recomputing on and off, and so they do when the model's own
-    checkpointing was switched on, reentrant or not."""
+    """Adapters under a frozen base get the same gradients with recomputing on and off.
+
+    So they do when the model's own checkpointing was switched on, reentrant or not.
+    """
     base = base_folder(arch, tmp_path / "base")
     adapter = random_adapter(base, tmp_path / "adapter", method())
     expected = step_gradients(str(base), str(adapter), {"activation": "none"})

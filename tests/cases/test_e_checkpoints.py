@@ -58,8 +58,10 @@ def fails_in_the_last_shard(folder: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(("size", "kind"), [(2, "full"), (2, "kill"), (3, "full")])
 def test_33_save_that_fails_is_never_the_latest(tmp_path, size, kind):
-    """A save that fails in one rank's shard raises on all, the checkpoint before stays the latest, resume goes on from it
-    and saves the same step again."""
+    """A save that fails in one rank's shard raises on all ranks, and the checkpoint before stays the latest.
+
+    Resume goes on from it and saves the same step again.
+    """
     whole = run_ranks(size, run, tmp_path / "whole")
     outcomes = run_ranks_to_end(size, fails_in_the_last_shard, tmp_path / "torn", kind, timeout_s=100)
     ended = ["error"] * size if kind == "full" else ["error"] * (size - 1) + ["died"]
@@ -121,8 +123,10 @@ def stopped(folder: Path, stop: int) -> dict:
     ("size", "stop"), [(1, 1), (1, 5), (1, 4), (2, 1), (2, 5), pytest.param(3, 4, marks=pytest.mark.slow)]
 )
 def test_36_order_and_dropout_after_a_resume(tmp_path, size, stop):
-    """Order and dropout of a resumed run are those of the uninterrupted one, to the last bit: 5 rows, 2 a step, so that
-    step 5 ends the second epoch and the others end in the middle of one."""
+    """Order and dropout of a resumed run are those of the uninterrupted one, to the last bit.
+
+    5 rows, 2 a step: step 5 ends the second epoch, the others end in the middle of one.
+    """
     whole = run_ranks(size, seven, tmp_path / "whole")
     run_ranks(size, stopped, tmp_path / "parts", stop)
     assert run_ranks(size, resumed, tmp_path / "parts", 7) == whole
@@ -215,8 +219,10 @@ def test_38_another_world_size_goes_on(tmp_path, ranks):
     ids=str,
 )
 def test_40_refused_generation_config_is_repaired(tmp_path, settings, named):
-    """A base generation config that transformers refuses to save costs no weights: it is repaired with a warning that says
-    what was dropped, and a save in the middle of the run does not look at it."""
+    """A generation config that transformers refuses to save is repaired with a warning and costs no weights.
+
+    A save in the middle of the run does not look at it.
+    """
     base = tiny_folder("llama", tmp_path / "base")
     (base / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": 2}))
     with Engine.from_pretrained(base, CONFIG) as engine:
@@ -236,8 +242,10 @@ def test_40_refused_generation_config_is_repaired(tmp_path, settings, named):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, None])
 @pytest.mark.parametrize(("arch", "stored_as"), [("llama", torch.bfloat16), ("gpt_oss", torch.float32), ("gemma3", torch.float16)])
 def test_41_header_request_and_config_agree(dtype, arch, stored_as, tmp_path):
-    """The dtype asked for (or the base's) is that of every tensor and of config.json, also where the base's config disagreed
-    with itself."""
+    """The dtype asked for (or the base's) is that of every tensor and of config.json.
+
+    Also where the base's config disagreed with itself.
+    """
     base = tiny_folder(arch, tmp_path / "base", dtype=stored_as)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "sub_config": {"torch_dtype": "float64"}}))
@@ -337,8 +345,10 @@ def test_44_partial_export_is_an_error(size, tmp_path):
 
 @pytest.mark.parametrize(("arch", "shard"), [("llama", "20KB"), ("llama_tied", "8KB"), ("qwen3_moe", "30KB")])
 def test_46_index_files_and_totals_agree(arch, shard, tmp_path):
-    """The index lists exactly the files on disk and each tensor once, total_size is numel x itemsize; a base's own index is
-    not copied."""
+    """The index is the export's own: its files, each tensor once, total_size = numel x itemsize.
+
+    A base's own index is not copied.
+    """
     base = tiny_folder(arch, tmp_path / "base", max_shard_size="12KB")
     with Engine.from_pretrained(base, CONFIG) as engine:
         engine.export(tmp_path / "out", max_shard_size=shard)

@@ -26,8 +26,10 @@ from zft.precision import resolve_precision
 @pytest.mark.parametrize("stored", [torch.float16, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_47_float16_model_trains_on_float32_masters(stored, frozen, tmp_path):
-    """What is trained of a float16 model has float32 masters and gradients by itself, and clips and steps as a plain loop
-    with masters does; frozen weights have none."""
+    """What is trained of a float16 model has float32 masters and gradients by itself.
+
+    It clips and steps as a plain loop with masters does; frozen weights have none.
+    """
     base = tiny_folder("llama", tmp_path / "base", dtype=stored)
     models = [AutoModelForCausalLM.from_pretrained(base, dtype=dtype) for dtype in (torch.float16, torch.float32)]
     for model in models:
@@ -128,8 +130,10 @@ def test_49_infinite_norm_skips_the_step_everywhere(size, value, settings):
 @pytest.mark.parametrize("arch", ["llama", "llama_tied", "mixtral"])
 @pytest.mark.parametrize("settings", [{}, {"stage": 1}, {"stage": 0}], ids=str)
 def test_50_logged_norm_is_global_and_before_clipping(arch, settings):
-    """The logged norm is that of all gradients before clipping, a tied matrix counted once, the same at worlds 1, 2, 3; the
-    update is clipped."""
+    """The logged norm is global, before clipping, a tied matrix counted once, the same at any world size.
+
+    The update is clipped.
+    """
     parts, optim = rows(3, 7, 2, 9, 4, 6), SGD(lr=1.0, momentum=0.0)
     if arch == "mixtral":
         # its router's loss is one for each micro-batch: the reference takes the same micro-batches
@@ -203,8 +207,10 @@ def chosen(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("arch", ["qwen3_moe", "glm4_moe", "mixtral", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_53_router_chooses_as_the_plain_model(arch, dtype, tmp_path):
-    """In the same dtype each token goes to the experts that the plain model chooses, in evaluation, forward pass and
-    recompute; gradients are finite."""
+    """In the same dtype each token goes to the experts that the plain model chooses.
+
+    In evaluation, forward pass and recompute; gradients are finite.
+    """
     base = tiny_folder(arch, tmp_path / "base", dtype=dtype)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).eval()
     expected = chosen(plain)
