@@ -24,6 +24,25 @@ def test_arena_is_pinned_and_exact():
     assert not piece.is_pinned() and (piece == 5).all()
 
 
+@pytest.mark.parametrize("pin", [True, False])
+def test_67_the_pin_memory_flag_is_honoured(pin):
+    """Case 67: pinned bytes are what was asked, page by page, and none with pin_memory=false; the bits are the same."""
+    from tests.toy import Toy, same_bits, square_loss, toy_batches, toy_config, weights_of
+    from zft.api import Engine
+
+    found = []
+    for flag in (pin, True):
+        settings = {"param_tier": "cpu", "state_tier": "cpu", "grad_tier": "cpu", "pin_memory": flag}
+        with Engine(Toy(), toy_config(**settings)) as engine:
+            engine.step(toy_batches(2)[0], loss_fn=square_loss)
+            slabs = [record.slabs[name].tensor for record in engine.parts.records.values() for name in ("hi", "grad")]
+            assert all(tensor.is_pinned() == flag for tensor in slabs)
+            arenas = engine.parts.pinned.arenas
+            assert bool(arenas) == flag and all(arena.nbytes - arena.used_bytes < 4096 for arena in arenas)
+            found.append(weights_of(engine))
+    assert same_bits(*found)
+
+
 def test_copies_arrive_in_order():
     streams = Streams("cuda")
     with Arena(64 << 20) as arena:

@@ -159,16 +159,36 @@ def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None, bas
         for source in _tokenizer_sources(base):
             shutil.copyfile(source, folder / source.name)
         if chat_template is not None:
-            (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+            _write_template(folder, chat_template)
         return
     tokenizer = copy.copy(tokenizer)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    tokenizer.save_pretrained(folder)
+    given = tokenizer.chat_template or ""
+    templates = given.values() if isinstance(given, dict) else [given]
+    tokenizer.save_pretrained(folder, save_jinja_files=_survives_a_file(*templates))
     # older readers (llama.cpp, sentencepiece) want files that tokenizer.json has replaced; stale once tokens are added
     for source in _tokenizer_sources(base):
         if source.name in SENTENCEPIECE and not (folder / source.name).exists() and not _has_grown(tokenizer, base):
             shutil.copyfile(source, folder / source.name)
+
+
+def _survives_a_file(*templates: str) -> bool:
+    """Whether templates come back from .jinja files as they are: transformers reads those with newlines translated."""
+    return not any("\r" in template for template in templates)
+
+
+def _write_template(folder: Path, template: str) -> None:
+    """The chat template in place of the base's."""
+    own = folder / "chat_template.jinja"
+    if _survives_a_file(template):
+        own.write_text(template, encoding="utf-8")
+        return
+    own.unlink(missing_ok=True)
+    target = folder / "tokenizer_config.json"
+    settings = json.loads(target.read_text(encoding="utf-8")) if target.is_file() else {}
+    text = json.dumps({**settings, "chat_template": template}, indent=2, ensure_ascii=False)
+    target.write_text(text + "\n", encoding="utf-8")
 
 
 def _tokenizer_sources(base: Path | None) -> list[Path]:

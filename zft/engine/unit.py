@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from zft.engine.absent import absent_parameter
 from zft.engine.layout import FlatLayout
 
 
@@ -80,8 +81,7 @@ class ParamGroup:
     def __post_init__(self) -> None:
         for span in self.layout.spans:
             self.live.append(nn.Parameter(torch.empty(0, dtype=self.compute_dtype), requires_grad=self.trainable))
-            shape = torch.empty(span.shape, dtype=self.compute_dtype, device="meta")
-            self.meta.append(nn.Parameter(shape, requires_grad=self.trainable))
+            self.meta.append(absent_parameter(span.shape, self.compute_dtype, self.trainable))
         self.used, self.missed = [False] * len(self.live), [0] * len(self.live)
         if self.trainable:
             for index, parameter in enumerate(self.live):
@@ -109,9 +109,11 @@ class ParamGroup:
         assert self.flat is not None, f"{self.name} is not unsharded"
         flat, self.flat = self.flat, None
         self._place(self.meta)
-        for parameter in self.live:
+        # whoever has kept one of them computes with NaN from here on, not with what the buffer holds next
+        gone = torch.full((), torch.nan, dtype=self.compute_dtype, device=flat.device)
+        for parameter, span in zip(self.live, self.layout.spans, strict=True):
             parameter.grad = None
-            parameter.data = torch.empty(0, dtype=self.compute_dtype, device=flat.device)
+            parameter.data = gone.expand(span.shape)
         return flat
 
     def open_gradients(self, buffer: torch.Tensor) -> None:
