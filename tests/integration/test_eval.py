@@ -75,10 +75,11 @@ def test_two_ranks_give_the_same(here):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "zft", "eval", "model"]
     arguments = ["data=held.jsonl", "--json", FP32, "train.seq_len=64", "engine.compute_device=cpu"]
     done = subprocess.run([*command, *arguments], cwd=here, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"status {done.returncode}\nstdout: {done.stdout}\nstderr: {done.stderr}"
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     loss, tokens = plain(here, "model")
-    assert len(lines) == 1 and lines[0]["tokens"] == tokens and lines[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert len(lines) == 1, done.stdout + done.stderr
+    assert lines[0]["tokens"] == tokens and lines[0]["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_a_run_is_its_newest_checkpoint_and_then_its_export(here):

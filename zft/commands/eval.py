@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +30,7 @@ def add(app: typer.Typer) -> None:
 def evaluate(
     what: str = typer.Argument(metavar="FOLDER|RUN", help="Exported or Hub model, adapter folder, or run folder."),
     overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]..."),
-    tasks: str = typer.Option(None, "--tasks", metavar="A,B", help="Tasks of lm-eval instead of data=; needs lm_eval."),
+    tasks: str = typer.Option(None, "--tasks", metavar="A,B", help="Tasks of lm-eval, or their .yaml, not data=; needs lm_eval."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     overrides = list(overrides or [])
@@ -104,16 +106,49 @@ def run_tasks(folder: str, tasks: list[str]) -> dict[str, dict[str, float]]:
     if importlib.util.find_spec("lm_eval") is None:
         raise ZftError("--tasks needs the package lm_eval: `pip install lm_eval`, or give data=FILE instead")
     import lm_eval
+    import torch
+    from lm_eval.tasks import TaskManager
 
-    options = f"pretrained={folder}"
+    manager = TaskManager()
+    asked = tasks_call(folder, tasks, manager.all_tasks, "cuda" if torch.cuda.is_available() else "cpu")
+    # lm-eval ends its worker processes by SIGTERM, and they would inherit the command's handler
+    earlier = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        found = lm_eval.simple_evaluate(task_manager=manager, **asked)["results"]
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+    return {task: _figures(row) for task, row in found.items()}
+
+
+def _figures(row: dict[str, object]) -> dict[str, float]:
+    """The numbers of a task's row in lm-eval's results, by metric."""
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "sample_len"}
+    return {name.removesuffix(",none"): value for name, value in numbers.items()}
+
+
+def tasks_call(folder: str, tasks: list[str], known: list[str], device: str) -> dict[str, object]:
+    """The arguments of lm_eval.simple_evaluate. known: names of lm-eval's tasks. Raises ZftError for a task that isn't.
+
+    A task is a name or the path of a task's .yaml; the device has to be said, lm-eval takes cuda for granted.
+    """
+    chosen = []
+    for task in tasks:
+        path = Path(task).expanduser()
+        if path.suffix in (".yaml", ".yml"):
+            if not path.is_file():
+                raise ZftError(f"--tasks: no file {task!r}; give a task's .yaml or one of lm-eval's names")
+            chosen.append(str(path.absolute()))
+        elif task in known:
+            chosen.append(task)
+        else:
+            near = difflib.get_close_matches(task, known, 1)
+            hint = f"did you mean {near[0]}?" if near else "`lm_eval ls tasks` lists them"
+            raise ZftError(f"--tasks: lm-eval has no task {task!r}; {hint}")
+    options = {"pretrained": folder}
     if (Path(folder) / ADAPTER).is_file():
         base = json.loads((Path(folder) / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        options = f"pretrained={base},peft={folder}"
-    found = lm_eval.simple_evaluate(model="hf", model_args=options, tasks=tasks)["results"]
-    return {
-        task: {name.removesuffix(",none"): value for name, value in row.items() if isinstance(value, int | float)}
-        for task, row in found.items()
-    }
+        options = {"pretrained": base, "peft": folder}
+    return {"model": "hf", "model_args": options, "tasks": chosen, "device": device}
 
 
 def _show(figures: dict, as_json: bool) -> None:
