@@ -45,10 +45,14 @@ def python(wheel, tmp_path_factory) -> Path:
 
 
 def run(python: Path, *args: str, cwd: Path) -> subprocess.CompletedProcess:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ZFT_", "VIRTUAL_ENV"))}
-    environment = kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [python.parent / "zft", *args]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=250)
+    return subprocess.run(command, cwd=cwd, env=clean(), capture_output=True, text=True, timeout=250)
+
+
+def clean() -> dict[str, str]:
+    """This environment without what leads back to the checkout."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ZFT_", "VIRTUAL_ENV"))}
+    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def test_contents(wheel):
@@ -62,7 +66,8 @@ def test_contents(wheel):
 
 
 def test_installed(python, tmp_path):
-    where = subprocess.check_output([python, "-c", "import zft; print(zft.__file__)"], text=True, cwd=tmp_path).strip()
+    command = [python, "-c", "import zft; print(zft.__file__)"]
+    where = subprocess.check_output(command, text=True, cwd=tmp_path, env=clean()).strip()
     assert Path(where).is_relative_to(python.parents[1])
     listed = run(python, "ls", cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr

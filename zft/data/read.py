@@ -131,7 +131,8 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            yield from _arrow_records(path.name, file.iter_batches(batch_size=256))
+            # its threads decode ahead and keep what they have freed
+            yield from _arrow_records(path.name, file.iter_batches(batch_size=256, use_threads=False))
     except pyarrow.ArrowException as error:
         raise ZftError(f"data: {path} is not a readable parquet file: {shorten(error, 120)}") from error
 
