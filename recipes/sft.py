@@ -27,7 +27,15 @@ from zft.train.folder import RunFolder
 from zft.train.loop import Job, Outcome, ended_early, evaluator, fit
 from zft.train.samples import keep_samples
 from zft.train.setup import (
-    facts, keep_plan, make_loader, placed, planned_and_measured, run_tokenizer, structure, together, trained_numel,
+    facts,
+    keep_plan,
+    make_loader,
+    placed,
+    planned_and_measured,
+    run_tokenizer,
+    structure,
+    together,
+    trained_numel,
 )  # fmt: skip
 
 CONFIG = "sft"

@@ -1,7 +1,7 @@
 """Answers of a model folder by plain transformers, greedily and offline: no zft code runs here.
 
-    python scripts/answers.py FOLDER PROMPT [PROMPT ...]            readable
-    python scripts/answers.py FOLDER --json PROMPT [PROMPT ...]     a JSON list of {prompt, answer, ended}
+python scripts/answers.py FOLDER PROMPT [PROMPT ...]            readable
+python scripts/answers.py FOLDER --json PROMPT [PROMPT ...]     a JSON list of {prompt, answer, ended}
 """
 
 from __future__ import annotations

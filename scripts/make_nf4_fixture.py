@@ -1,6 +1,6 @@
 """Writes tests/fixtures/nf4_bitsandbytes.safetensors: what bitsandbytes makes of two weights, for tests without it.
 
-    python scripts/make_nf4_fixture.py          (needs bitsandbytes)
+python scripts/make_nf4_fixture.py          (needs bitsandbytes)
 """
 
 from __future__ import annotations

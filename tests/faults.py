@@ -35,7 +35,9 @@ class FaultyDisk(disk.Disk):
     def _wrapped(self, name: str) -> Any:
         def operation(*args: Any) -> Any:
             number = len(self.log)
-            self.log.append((name, " ".join([_shown(args[0]), *(_shown(arg) for arg in args[1:] if not isinstance(arg, int))])))
+            self.log.append(
+                (name, " ".join([_shown(args[0]), *(_shown(arg) for arg in args[1:] if not isinstance(arg, int))]))
+            )
             if number == self.at:
                 if name == "write":
                     self._inner.write(args[0], args[1][: len(args[1]) // 2])

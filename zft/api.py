@@ -1,8 +1,8 @@
 """The façade: a model and a configuration become an engine; a step takes micro-batches.
 
-    engine = Engine.from_pretrained(path, EngineConfig(param_tier="nvme", nvme_dir="/fast/disk", ...))
-    result = engine.step(micro_batches, lr=1e-5)
-    engine.export("out")
+engine = Engine.from_pretrained(path, EngineConfig(param_tier="nvme", nvme_dir="/fast/disk", ...))
+result = engine.step(micro_batches, lr=1e-5)
+engine.export("out")
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zft.config import SGD, Activation, AdamW, EngineConfig, Lion, Method, MethodConfig, Nonfinite, Precision, Tier
-from zft.config import ZftError
 from zft.checkpoint.adapter import export_adapter, is_adapter
 from zft.checkpoint.base import fingerprint
 from zft.checkpoint.hf import base_dtype, export_folder
@@ -26,6 +24,19 @@ from zft.checkpoint.merge import merged_units, plain_model
 from zft.checkpoint.names import base_model
 from zft.checkpoint.restore import load_checkpoint
 from zft.checkpoint.sharded import Content, Saving
+from zft.config import (
+    SGD,
+    Activation,
+    AdamW,
+    EngineConfig,
+    Lion,
+    Method,
+    MethodConfig,
+    Nonfinite,
+    Precision,
+    Tier,
+    ZftError,
+)
 from zft.dist import World
 from zft.engine.fill import fill_record
 from zft.engine.parts import Anatomy, Parts
@@ -107,7 +118,9 @@ class Engine:
 
         record, method = options.pop("record", lambda *_: None), options.pop("method", MethodConfig())
         config = checked(config)
-        device = "cuda" if config.compute_device is None and torch.cuda.is_available() else config.compute_device or "cpu"
+        device = (
+            "cuda" if config.compute_device is None and torch.cuda.is_available() else config.compute_device or "cpu"
+        )
         folder = resolve_model(str(path))
         model = build_model(folder, dtype=resolve_precision(config, device).hi_dtype, **options)
         source = HubWeights(folder, model)
@@ -188,7 +201,9 @@ class Engine:
                 raise ZftError("only an adapter can be merged, and this engine trains every weight; leave merge out")
             dtype = dtype or base_dtype(self.model, Path(base) if base else None)
             units = self.stream_units(dtype)
-            return on_main(self.world, units, lambda: export_folder(folder, units, self.model, base, dtype=dtype, **options))
+            return on_main(
+                self.world, units, lambda: export_folder(folder, units, self.model, base, dtype=dtype, **options)
+            )
         units = self._trained_units()
         if merge:
             return on_main(self.world, units, lambda: export_merged(self, units, folder, dtype, options))
@@ -308,7 +323,9 @@ def export_merged(engine: Engine, units: Iterator, folder: str | Path, dtype: to
     """A full model from an engine's adapter and its base's own folder; one rank's work."""
     inner, base = base_model(engine.model), engine.source_folder
     if base is None:
-        raise ZftError("merging reads the base from its folder; build the engine with a source, as from_pretrained does")
+        raise ZftError(
+            "merging reads the base from its folder; build the engine with a source, as from_pretrained does"
+        )
     dtype = dtype or base_dtype(inner, Path(base))
     plain = plain_model(inner, Path(base), type(inner).__module__.startswith("transformers_modules"))
     merged = merged_units(engine.model, engine.source, units, plain, dtype)

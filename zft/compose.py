@@ -135,7 +135,9 @@ def _checked(tree: dict, cwd: Path) -> list[str]:
     for section, content in tree.items():
         names = [f"{section}.{leaf}" for leaf in content] if isinstance(content, dict) else [section]
         groups = {f"{group}.name" for group in GROUPS}
-        problems += [f"unknown key {n!r} in configs/" for n in names if n not in keys() and n not in groups | {"recipe"}]
+        problems += [
+            f"unknown key {n!r} in configs/" for n in names if n not in keys() and n not in groups | {"recipe"}
+        ]
     for key in keys().values():
         value = get(tree, key.name)
         try:

@@ -229,5 +229,7 @@ def _mesh(rank: int, size: int, shard_ranks: int | None, timeout: timedelta) -> 
     if replicate == 1:
         return Mesh(size, 1, rank, dist.group.WORLD, None)
     shard_groups = [dist.new_group([r * shard + s for s in range(shard)], timeout=timeout) for r in range(replicate)]
-    replicate_groups = [dist.new_group([r * shard + s for r in range(replicate)], timeout=timeout) for s in range(shard)]
+    replicate_groups = [
+        dist.new_group([r * shard + s for r in range(replicate)], timeout=timeout) for s in range(shard)
+    ]
     return Mesh(shard, replicate, rank % shard, shard_groups[rank // shard], replicate_groups[rank % shard])

@@ -72,8 +72,9 @@ def resolve_precision(config: EngineConfig, device: torch.device | str) -> Preci
     hi = _HI[precision]
     compact = getattr(config.optim, "compact", False)
     if compact and precision != Precision.bf16:
-        raise ZftError(f"optimizer=adamw_compact needs precision=bf16, got {precision}; "
-                       "set precision=bf16 or optimizer=adamw")
+        raise ZftError(
+            f"optimizer=adamw_compact needs precision=bf16, got {precision}; set precision=bf16 or optimizer=adamw"
+        )
     if config.compute_dtype == "auto":
         compute = hi if torch.device(device).type == "cuda" else torch.float32
     elif config.compute_dtype not in _COMPUTE:
@@ -81,8 +82,10 @@ def resolve_precision(config: EngineConfig, device: torch.device | str) -> Preci
     else:
         compute = _COMPUTE[config.compute_dtype]
     if compute not in (hi, torch.float32):
-        raise ZftError(f"compute_dtype={config.compute_dtype} does not hold precision={precision} weights; "
-                       f"use auto, float32 or {str(hi).removeprefix('torch.')}")
+        raise ZftError(
+            f"compute_dtype={config.compute_dtype} does not hold precision={precision} weights; "
+            f"use auto, float32 or {str(hi).removeprefix('torch.')}"
+        )
     grad = torch.bfloat16 if precision == Precision.bf16 else torch.float32
     return PrecisionPlan(precision, hi, compute, grad, _fields(precision, config.optim, compact), compact)
 
@@ -149,8 +152,10 @@ class LossScaler:
             self._left -= 1
             return
         if self.scale <= self.floor:
-            raise FloatingPointError(f"gradients overflow at the lowest loss scale {self.floor:g}; "
-                                     "use precision=bf16, or lower the learning rate")
+            raise FloatingPointError(
+                f"gradients overflow at the lowest loss scale {self.floor:g}; "
+                "use precision=bf16, or lower the learning rate"
+            )
         self.scale = max(self.scale / 2.0, self.floor)
 
     def state_dict(self) -> dict[str, float | int]:

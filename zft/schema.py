@@ -71,7 +71,9 @@ class Key:
     def describe(self) -> str:
         """What a value may be, for messages and help."""
         if self.choices:
-            return " or ".join([", ".join(self.choices[:-1]), self.choices[-1]] if len(self.choices) > 1 else self.choices)
+            return " or ".join(
+                [", ".join(self.choices[:-1]), self.choices[-1]] if len(self.choices) > 1 else self.choices
+            )
         words = [_WORDS.get(kind, "a list" if self.is_list else "a value") for kind in _members(self.type)]
         above, below = (">", "<") if self.is_open else (">=", "<=")
         bounds = f" {above} {self.low:g}" if self.low is not None else ""

@@ -55,7 +55,9 @@ def said_by_ranks(folder: Path, asked: bool) -> tuple[int, str] | None:
     found = []
     for path in folder.glob(f"{SAID}-*"):
         status, line = json.loads(path.read_text(encoding="utf-8"))
-        found.append(((order.index(status), line.startswith("RankError"), int(path.name.rpartition("-")[2])), status, line))
+        found.append(
+            ((order.index(status), line.startswith("RankError"), int(path.name.rpartition("-")[2])), status, line)
+        )
     return min(found)[1:] if found else None
 
 

@@ -12,8 +12,17 @@ from enum import StrEnum
 from pathlib import Path
 
 from zft import config
-from zft.config import DataOptions, DataSource, EngineConfig, Hardware, Method, MethodConfig, RunConfig, TrainConfig
-from zft.config import ZftError
+from zft.config import (
+    DataOptions,
+    DataSource,
+    EngineConfig,
+    Hardware,
+    Method,
+    MethodConfig,
+    RunConfig,
+    TrainConfig,
+    ZftError,
+)
 from zft.schema import AUTO_TIERS, OptimizerSection, keys
 
 ADAPTER_LR = 2e-4

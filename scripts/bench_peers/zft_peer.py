@@ -13,7 +13,6 @@ from common import arguments, fresh, micro_batches, run_steps  # noqa: E402
 
 from zft.api import Engine, EngineConfig  # noqa: E402
 
-
 VARIANTS: dict[str, dict] = {
     "nvme": {},
     "device": dict.fromkeys(("param_tier", "state_tier", "grad_tier"), "device"),

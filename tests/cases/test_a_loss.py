@@ -58,7 +58,9 @@ def planted(model, mb: Batch) -> tuple[torch.Tensor, float]:
     return logits.sum() * 0 + mb["ce"].sum(), float((mb["labels"][:, 1:] != -100).sum())
 
 
-@pytest.mark.parametrize(("targets", "ce", "right"), [((1, 3), (4.0, 0.0), 1.0), ((1, 7), (8.0, 0.0), 1.0), ((4, 1), (1, 9), 2)])
+@pytest.mark.parametrize(
+    ("targets", "ce", "right"), [((1, 3), (4.0, 0.0), 1.0), ((1, 7), (8.0, 0.0), 1.0), ((4, 1), (1, 9), 2)]
+)
 def test_01_mean_over_tokens_not_mean_of_means(targets, ce, right):
     """A row of one token with cross-entropy 4 and one of three with 0 give 1.0 (a mean of means would give 2.0)."""
     parts = [{**part, "ce": torch.tensor([float(value)])} for part, value in zip(rows(*targets), ce, strict=True)]
@@ -278,7 +280,10 @@ def _poisonous(factor: float):
 
 
 def logged(folder, poison: float, precision: str) -> tuple[list[dict], int, int]:
-    run, world = configured(folder, f"precision={precision}", "train.steps=4", "train.warmup_steps=0"), World.from_env("cpu")
+    run, world = (
+        configured(folder, f"precision={precision}", "train.steps=4", "train.warmup_steps=0"),
+        World.from_env("cpu"),
+    )
     out = RunFolder(run.out)
     with out.opened(run, False, world):
         pass

@@ -82,7 +82,13 @@ def test_10_tied_foreign_checkpoint_is_consolidated_under_one_key(stage, tmp_pat
 
 @pytest.mark.parametrize(
     ("size", "arch", "settings"),
-    [(1, "llama_tied", {}), (2, "llama_tied", {}), (3, "llama_tied", {}), (2, "gpt2", {}), (2, "llama_tied", {"stage": 1})],
+    [
+        (1, "llama_tied", {}),
+        (2, "llama_tied", {}),
+        (3, "llama_tied", {}),
+        (2, "gpt2", {}),
+        (2, "llama_tied", {"stage": 1}),
+    ],
     ids=str,
 )
 def test_11_tied_matrix_is_counted_once(size, arch, settings, tmp_path):

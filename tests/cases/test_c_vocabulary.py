@@ -26,7 +26,14 @@ from zft.dist import World
 from zft.execute import execute
 from zft.models.adapters import attach_adapter
 from zft.models.load import (
-    HubWeights, build_model, check_tokens, embedding_rows, grow, load_config, load_tokenizer, tokenizer_rows,
+    HubWeights,
+    build_model,
+    check_tokens,
+    embedding_rows,
+    grow,
+    load_config,
+    load_tokenizer,
+    tokenizer_rows,
 )  # fmt: skip
 from zft.train.evaluate import evaluate_model
 from zft.train.setup import run_tokenizer, structure
@@ -34,7 +41,9 @@ from zft.train.setup import run_tokenizer, structure
 # 16: pad = eos
 
 
-@pytest.mark.parametrize(("ids", "pad_id"), [([5, 6, 2], 2), ([2, 5, 2], 2), ([5, 6, 0], 0), ([5, 0, 0, 2], 0)], ids=str)
+@pytest.mark.parametrize(
+    ("ids", "pad_id"), [([5, 6, 2], 2), ([2, 5, 2], 2), ([5, 6, 0], 0), ([5, 0, 0, 2], 0)], ids=str
+)
 @pytest.mark.parametrize("packing", [False, True])
 def test_16_pad_that_is_eos_stays_a_target(ids, pad_id, packing):
     """Labels follow length and mask, never the token id: the EOS of a row is learned though padding has the same id."""
@@ -186,7 +195,9 @@ def test_18_resize_of_partitioned_parameters(arch, size, count, tmp_path):
     assert rows.shape == model.lm_head.weight.shape == (64 + count, 32) and torch.equal(rows[:64], old)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "before")) == 64 + count
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "after").model.embed_tokens.weight.data
-    assert all(not torch.equal(trained[row], rows[row]) for row in range(64, 64 + count)), "new rows are in the optimizer"
+    assert all(not torch.equal(trained[row], rows[row]) for row in range(64, 64 + count)), (
+        "new rows are in the optimizer"
+    )
 
 
 # 20: a token without a row
@@ -233,7 +244,9 @@ def test_20_id_without_a_row_names_file_and_row(what, tmp_path, monkeypatch):
     recipe = what if what in ("sft", "pretrain") else "sft"
     given = [f"model={tmp_path}/model", f"data={tmp_path}/a.jsonl"]
     run = compose(recipe, [*given, "out=out", "engine.compute_device=cpu"], tmp_path)
-    with pytest.raises(ZftError, match=r"a\.jsonl:2: token outside the embedding: id \d\d, the model's embedding has 64 rows"):
+    with pytest.raises(
+        ZftError, match=r"a\.jsonl:2: token outside the embedding: id \d\d, the model's embedding has 64 rows"
+    ):
         if what == "preview":
             preview(recipe, given, as_json=True, html=None)
         elif what == "eval":

@@ -13,7 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.adapters import base_folder, batches, difference, engine_config, gradients, method, peft_model, random_adapter
+from tests.adapters import (
+    base_folder,
+    batches,
+    difference,
+    engine_config,
+    gradients,
+    method,
+    peft_model,
+    random_adapter,
+)
 from tests.harness import run_ranks
 from tests.tiny import tiny_model
 from zft.api import Engine
@@ -76,7 +85,9 @@ def test_22_adapter_is_saved_whole(size, options, count, settings, tmp_path):
     final, early = load_file(tmp_path / "final" / ADAPTER), load_file(tmp_path / "early" / ADAPTER)
     assert len(final) == count and final.keys() == early.keys()
     assert all(torch.equal(early[key], tensor) and tensor.any() for key, tensor in final.items())
-    assert all(key.startswith("base_model.model.") and key.endswith((".lora_A.weight", ".lora_B.weight")) for key in final)
+    assert all(
+        key.startswith("base_model.model.") and key.endswith((".lora_A.weight", ".lora_B.weight")) for key in final
+    )
     for layer in (0, 1):
         for target, rows in (("q_proj", 32), ("v_proj", 16)):  # two of four heads for keys and values
             assert final[f"{BASE}{layer}.self_attn.{target}.lora_A.weight"].shape == (4, 32)
@@ -104,7 +115,9 @@ def first_and_trained(base: str, options: dict) -> dict[str, Any]:
 def test_23_module_to_save_is_a_full_sharded_copy(size, saved, tmp_path):
     """A copy under modules_to_save has the base's full values at step 0, is sharded over the ranks and alone is trained."""
     base = base_folder("llama", tmp_path / "base")
-    copy, original = (f"base_model.model.{saved}.{kind}.weight" for kind in ("modules_to_save.default", "original_module"))
+    copy, original = (
+        f"base_model.model.{saved}.{kind}.weight" for kind in ("modules_to_save.default", "original_module")
+    )
     for found in run_ranks(size, first_and_trained, str(base), {"modules_to_save": (saved,), "targets": ("q_proj",)}):
         value = tiny_model("llama").get_parameter(f"{saved}.weight").detach().numpy()
         assert (found["first"][copy] == value).all() and found["first"][copy].shape == value.shape
@@ -123,7 +136,10 @@ def test_23_raw_parameter_has_its_full_shape(size, arch, tmp_path):
     for name, value in alone["first"].items():
         assert (found["first"][name] == value).all(), name
         assert abs(found["after"][name] - alone["after"][name]).max() <= 1e-6, name
-    assert sum("lora_" in name and bool((found["after"][name] != value).any()) for name, value in found["first"].items()) >= 2
+    assert (
+        sum("lora_" in name and bool((found["after"][name] != value).any()) for name, value in found["first"].items())
+        >= 2
+    )
 
 
 # 24: prefixes
@@ -135,7 +151,9 @@ def test_24_prefixed_keys_are_an_error(prefix, name, tmp_path):
     """An adapter none of whose keys fit is refused by the name of a key, however its prefix came about."""
     base = base_folder("llama", tmp_path / "base")
     adapter = random_adapter(base, tmp_path / "adapter", method(name, **QV))
-    tensors = {key.replace("model.layers", f"{prefix}model.layers"): t for key, t in load_file(adapter / ADAPTER).items()}
+    tensors = {
+        key.replace("model.layers", f"{prefix}model.layers"): t for key, t in load_file(adapter / ADAPTER).items()
+    }
     save_file(tensors, adapter / ADAPTER, metadata={"format": "pt"})
     with pytest.raises(ZftError, match=f"doesn't fit this model.*({prefix}|is missing).*and .* more"):
         attached(base, method(name, adapter=str(adapter)))
@@ -286,7 +304,9 @@ def test_29_checkpoint_of_another_adapter_is_refused(tmp_path):
 # 30: targets
 
 
-@pytest.mark.parametrize(("arch", "count"), [("llama", 14), ("llama_tied", 14), ("gpt2", 8), ("gpt_neox", 8), ("phi3", 8)])
+@pytest.mark.parametrize(
+    ("arch", "count"), [("llama", 14), ("llama_tied", 14), ("gpt2", 8), ("gpt_neox", 8), ("phi3", 8)]
+)
 def test_30_all_linear_leaves_the_head_out(arch, count, tmp_path):
     """all-linear is every linear layer by its full name, without the output head, whatever its name is."""
     model, _ = attached(base_folder(arch, tmp_path / "base"), method())
@@ -297,7 +317,10 @@ def test_30_all_linear_leaves_the_head_out(arch, count, tmp_path):
 @pytest.mark.parametrize(
     ("targets", "expected"),
     [
-        (("embed_tokens", "q_proj"), {"model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"}),
+        (
+            ("embed_tokens", "q_proj"),
+            {"model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"},
+        ),
         (("lm_head",), {"lm_head"}),
         (("layers.1.mlp.up_proj",), {"model.layers.1.mlp.up_proj"}),
         ((r"model\.layers\.0\..*(gate|up)_proj",), {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"}),
@@ -311,7 +334,9 @@ def test_30_named_targets_are_exactly_hit(targets, expected, tmp_path):
     assert {name.removeprefix("base_model.model.") for name in names} == expected
 
 
-@pytest.mark.parametrize("targets", [("q_proj", "c_attn"), ("proj",), ("mlp",), (r".*\.wq",), ("layers.2.mlp.up_proj",)])
+@pytest.mark.parametrize(
+    "targets", [("q_proj", "c_attn"), ("proj",), ("mlp",), (r".*\.wq",), ("layers.2.mlp.up_proj",)]
+)
 def test_30_unmatched_target_is_an_error(targets, tmp_path):
     """A target that matches nothing is an error with the list of what could be meant."""
     with pytest.raises(ZftError, match="matches nothing.*all-linear, embed_tokens, q_proj, k_proj.*lm_head"):
@@ -344,13 +369,20 @@ def test_31_adapter_has_float32_masters_beside_any_base(dtype, precision, tmp_pa
 
 
 def first_values(base: str, name: str, options: dict, settings: dict) -> dict:
-    with Engine.from_pretrained(base, engine_config(timeout_s=60.0, **settings), method=method(name, **options)) as engine:
+    with Engine.from_pretrained(
+        base, engine_config(timeout_s=60.0, **settings), method=method(name, **options)
+    ) as engine:
         return {n: t.numpy() for n, t in engine.named_parameters()}
 
 
 @pytest.mark.parametrize(
     ("name", "options", "settings"),
-    [("lora", {}, {}), ("dora", QV, {}), ("lora", {"init": "gaussian"}, {"stage": 1}), ("rslora", {}, {"precision": "bf16"})],
+    [
+        ("lora", {}, {}),
+        ("dora", QV, {}),
+        ("lora", {"init": "gaussian"}, {"stage": 1}),
+        ("rslora", {}, {"precision": "bf16"}),
+    ],
     ids=str,
 )
 def test_32_first_values_do_not_depend_on_ranks(name, options, settings, tmp_path):

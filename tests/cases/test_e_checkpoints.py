@@ -133,13 +133,17 @@ def test_36_order_and_dropout_after_a_resume(tmp_path, size, stop):
 
 
 @pytest.mark.parametrize("stop", [0, 2, 4, 5, 8], ids=lambda stop: f"after {stop} steps")
-@pytest.mark.parametrize(("ranks", "later", "options"), [(1, 1, {}), (2, 1, {}), (1, 3, {}), (2, 2, {"pack": True})], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "later", "options"), [(1, 1, {}), (2, 1, {}), (1, 3, {}), (2, 2, {"pack": True})], ids=str
+)
 def test_37_every_row_once_an_epoch(tmp_path, stop, ranks, later, options):
     """What was consumed before and after a resume is each row once an epoch, wherever it stopped and on however many ranks."""
     from zft.data import DataOptions
 
     answers = [chat(answer="of " * (1 + n)) for n in range(12)]
-    prepared = prepare(write(tmp_path / "a.jsonl", answers), bpe_tokenizer("chatml"), DataOptions(**options), seq_len=64)
+    prepared = prepare(
+        write(tmp_path / "a.jsonl", answers), bpe_tokenizer("chatml"), DataOptions(**options), seq_len=64
+    )
     epoch, micro = len(prepared.epochs.items), 12 // 4 // ranks or 1
     before = [prepared.loader(rank, ranks, micro, 1, 2) for rank in range(ranks)]
     seen = [loader.next_items().tolist() for _ in range(min(stop, before[0].total_steps)) for loader in before[:1]]
@@ -240,7 +244,9 @@ def test_40_refused_generation_config_is_repaired(tmp_path, settings, named):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, None])
-@pytest.mark.parametrize(("arch", "stored_as"), [("llama", torch.bfloat16), ("gpt_oss", torch.float32), ("gemma3", torch.float16)])
+@pytest.mark.parametrize(
+    ("arch", "stored_as"), [("llama", torch.bfloat16), ("gpt_oss", torch.float32), ("gemma3", torch.float16)]
+)
 def test_41_header_request_and_config_agree(dtype, arch, stored_as, tmp_path):
     """The dtype asked for (or the base's) is that of every tensor and of config.json.
 
@@ -253,8 +259,14 @@ def test_41_header_request_and_config_agree(dtype, arch, stored_as, tmp_path):
         engine.export(tmp_path / "out", dtype=dtype)
     wanted = dtype or stored_as
     tensors = load_file(tmp_path / "out/model.safetensors")
-    kept = {name for name, t in AutoModelForCausalLM.from_pretrained(base, dtype=wanted).state_dict().items() if t.dtype != wanted}
-    assert bool(kept) == (arch == "gpt_oss" and wanted is torch.float16), "what transformers itself insists on in float32"
+    kept = {
+        name
+        for name, t in AutoModelForCausalLM.from_pretrained(base, dtype=wanted).state_dict().items()
+        if t.dtype != wanted
+    }
+    assert bool(kept) == (arch == "gpt_oss" and wanted is torch.float16), (
+        "what transformers itself insists on in float32"
+    )
     assert {t.dtype for name, t in tensors.items() if name not in kept} == {wanted}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == wanted
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -374,7 +386,9 @@ def test_46_missing_shard_is_an_error(number, tmp_path):
         with pytest.raises((ZftError, ExportError), match=f"lacks {shard.name}"):
             check()
     dropped = sorted(tensors)[0]
-    save_file({k: t for k, t in tensors.items() if k != dropped} or {"odd": torch.ones(1)}, shard, metadata={"format": "pt"})
+    save_file(
+        {k: t for k, t in tensors.items() if k != dropped} or {"odd": torch.ones(1)}, shard, metadata={"format": "pt"}
+    )
     for check in (lambda: Engine.from_pretrained(base, CONFIG), lambda: verify_export(base)):
         with pytest.raises((ZftError, ExportError), match=dropped.replace(".", r"\.")):
             check()

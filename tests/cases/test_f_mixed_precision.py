@@ -166,7 +166,9 @@ def total(model, mb) -> tuple[torch.Tensor, float]:
 
 
 @pytest.mark.parametrize("numel", [1, 3, 300])
-@pytest.mark.parametrize("optim", [SGD(lr=6e-4, momentum=0.0), AdamW(lr=6e-4), Lion(lr=6e-4), AdamW(lr=6e-4, compact=True)])
+@pytest.mark.parametrize(
+    "optim", [SGD(lr=6e-4, momentum=0.0), AdamW(lr=6e-4), Lion(lr=6e-4), AdamW(lr=6e-4, compact=True)]
+)
 def test_51_small_steps_are_not_lost_in_bf16(numel, optim):
     """A hundred steps of -6e-4 take a weight from 1.0 to 0.94, whose nearest bf16 computes; bf16 alone would stay at 1.0."""
     bare = torch.ones(numel, dtype=torch.bfloat16)
@@ -187,7 +189,9 @@ def test_51_small_steps_are_not_lost_in_bf16(numel, optim):
 @pytest.mark.parametrize("optim", [SGD(), AdamW(), Lion()])
 def test_51_no_precision_is_without_masters(precision, optim):
     """There is no setting that trains half-precision weights without the rest of their float32 master."""
-    fields = {field.name: field.dtype for field in resolve_precision(config(precision=precision, optim=optim), "cpu").fields}
+    fields = {
+        field.name: field.dtype for field in resolve_precision(config(precision=precision, optim=optim), "cpu").fields
+    }
     if fields["hi"] is not torch.float32:
         assert fields.get("lo") is torch.int16 or fields.get("master") is torch.float32
 
@@ -200,7 +204,9 @@ def chosen(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     found: list[tuple[str, torch.Tensor]] = []
     for name, module in model.named_modules():
         if type(module).__name__.lower().endswith("router"):
-            module.register_forward_hook(lambda _m, _a, out, name=name: found.append((name, out[-1].sort(-1).values.clone())))
+            module.register_forward_hook(
+                lambda _m, _a, out, name=name: found.append((name, out[-1].sort(-1).values.clone()))
+            )
     return found
 
 

@@ -8,11 +8,25 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from tests.cases.zero3_ranks import (
-    ADAMW, PATHS, Branching, Experts, branching_rows, disagree, expert_rows, generate_and_train, generate_outside, keep,
-    peek, read_outside, take_path, train_and_evaluate, train_branches, train_experts, train_module_experts,
+    ADAMW,
+    PATHS,
+    Branching,
+    Experts,
+    branching_rows,
+    disagree,
+    expert_rows,
+    generate_and_train,
+    generate_outside,
+    keep,
+    peek,
+    read_outside,
+    take_path,
+    train_and_evaluate,
+    train_branches,
+    train_experts,
+    train_module_experts,
     train_on_paths,
 )  # fmt: skip
 from tests.harness import run_ranks
@@ -227,9 +241,7 @@ def plain_evaluation(path: str) -> tuple[float, int]:
     return total / tokens, tokens
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch", "size"), [(1, 1, 1), (1, 1, 3), (7, 2, 2), (7, 2, 3), (2, 2, 3), (5, 4, 3)]
-)
+@pytest.mark.parametrize(("rows", "batch", "size"), [(1, 1, 1), (1, 1, 3), (7, 2, 2), (7, 2, 3), (2, 2, 3), (5, 4, 3)])
 def test_60_fewer_rows_than_ranks_and_uneven_batches(rows, batch, size, tmp_path):
     """A rank without rows takes part with none: no hang, no copies; every row counts once, in evaluation as well.
 

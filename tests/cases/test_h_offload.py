@@ -23,7 +23,6 @@ from zft.config import SGD, EngineConfig, ZftError
 from zft.engine.pool import PinnedMemory
 from zft.tiers import nvme
 from zft.tiers.cpu import PAGE, Arena
-from zft.tiers.nvme import NvmeFolder
 
 TIERS = {"param_tier": "nvme", "state_tier": "nvme", "grad_tier": "nvme"}
 Usage = namedtuple("Usage", "total used free")

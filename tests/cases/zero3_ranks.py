@@ -76,6 +76,7 @@ def train_module_experts() -> dict:
             engine.step(rows[rank::size], loss_fn=square_loss)
         return dict(engine.named_parameters())
 
+
 PATHS = {"skipped": (0, 2), "twice": (0, 1, 1, 2), "swapped": (2, 1, 0)}
 
 

@@ -72,11 +72,17 @@ def test_a_source_freed_at_once_is_still_copied():
             assert (host == value).all()
 
 
-@pytest.mark.parametrize(("optim", "precision"), [
-    (AdamW(weight_decay=0.1), "bf16"), (AdamW(weight_decay=0.1), "fp16"), (AdamW(), "fp32"),
-    (AdamW(compact=True), "bf16"),
-    (SGD(weight_decay=0.1), "bf16"), (Lion(weight_decay=0.1), "bf16"),
-])
+@pytest.mark.parametrize(
+    ("optim", "precision"),
+    [
+        (AdamW(weight_decay=0.1), "bf16"),
+        (AdamW(weight_decay=0.1), "fp16"),
+        (AdamW(), "fp32"),
+        (AdamW(compact=True), "bf16"),
+        (SGD(weight_decay=0.1), "bf16"),
+        (Lion(weight_decay=0.1), "bf16"),
+    ],
+)
 def test_update_equals_the_cpu_one(optim, precision):
     rule = make_rule(optim, resolve_precision(EngineConfig(precision=precision, optim=optim), "cuda"))
     generator = torch.Generator().manual_seed(0)

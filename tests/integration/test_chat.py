@@ -44,7 +44,9 @@ def test_a_prompt(here):
 def test_a_conversation(here):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "zft", "chat", "model", "--max-new-tokens", "8"]
-    result = subprocess.run(command, cwd=here, env=environment, input="a b\nc\n", capture_output=True, text=True, timeout=100)
+    result = subprocess.run(
+        command, cwd=here, env=environment, input="a b\nc\n", capture_output=True, text=True, timeout=100
+    )
     assert result.returncode == 0, result.stderr
     assert expected(here, "a b").strip() in result.stdout
 

@@ -44,7 +44,9 @@ def here(tmp_path: Path, model: Path) -> Path:
 
 
 def snapshot(folder: Path) -> dict:
-    return {path: (path.lstat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in sorted(folder.rglob("*"))}
+    return {
+        path: (path.lstat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in sorted(folder.rglob("*"))
+    }
 
 
 def refused(result: subprocess.CompletedProcess, said: str) -> None:
@@ -92,10 +94,16 @@ def test_version_and_ls_do_not_import_torch(here):
         (["run", "sft", "model=model", "data=chats.jsonl", "train.steps=-3"], "got -3"),
         (["run", "sft", "model=model", "data=chats.jsonl", "engine=fsdp"], "engine has no option 'fsdp'"),
         (["run", "sft", "model=model", "data=chats.jsonl", "out=full"], "out is not empty"),
-        (["run", "sft", "model=model", "data=chats.jsonl", "out=full", "overwrite=true"], "removes only folders of zft"),
+        (
+            ["run", "sft", "model=model", "data=chats.jsonl", "out=full", "overwrite=true"],
+            "removes only folders of zft",
+        ),
         (["run", "sft", "model=model", "data=chats.jsonl", "out=chats.jsonl/x"], "is a file"),
         (["run", "sft", "model=model", "data=chats.jsonl", "out=/proc/zft"], "/proc/zft"),
-        (["run", "sft", "model=model", "data=chats.jsonl", "engine=zero3_nvme", "engine.nvme_dir=/proc/zft"], "/proc/zft"),
+        (
+            ["run", "sft", "model=model", "data=chats.jsonl", "engine=zero3_nvme", "engine.nvme_dir=/proc/zft"],
+            "/proc/zft",
+        ),
         (["run", "sft", "model=model", "data=chats.jsonl", "nproc=2", "learning_rat=1"], "train.lr"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -167,6 +175,8 @@ def test_push_of_what_is_no_export_is_wrong_input(here):
 
 def test_a_push_that_fails_names_its_continuation(here):
     """Port 9 of this machine: nobody answers."""
-    result = zft("push", "model", "me/model", "--private", cwd=here, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
+    result = zft(
+        "push", "model", "me/model", "--private", cwd=here, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0"
+    )
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
     assert result.stderr.rstrip().endswith("continue with: zft push model me/model --private")

@@ -18,7 +18,9 @@ from tests.tiny import tiny_folder
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
-TRAIN = "run sft model=model data=chats.jsonl train.seq_len=64 train.grad_accum_steps=2 train.lr=1e-2 train.steps=3".split()
+TRAIN = (
+    "run sft model=model data=chats.jsonl train.seq_len=64 train.grad_accum_steps=2 train.lr=1e-2 train.steps=3".split()
+)
 FP32 = "precision=fp32"
 
 
@@ -29,7 +31,12 @@ def here(tmp_path_factory) -> Path:
     words = ["a b", "c d e", "f", "g h a c", "b b a b c d", "d a e"]
     for name, first in (("chats", 0), ("held", 3)):
         rows = [
-            {"messages": [{"role": "user", "content": words[i % 6]}, {"role": "assistant", "content": words[(i * i + 1) % 6]}]}
+            {
+                "messages": [
+                    {"role": "user", "content": words[i % 6]},
+                    {"role": "assistant", "content": words[(i * i + 1) % 6]},
+                ]
+            }
             for i in range(first, first + 11)
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -72,9 +79,21 @@ def test_against_a_plain_loop_at_any_batch_size_and_placement(here):
 
 def test_two_ranks_give_the_same(here):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "zft", "eval", "model"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        "-m",
+        "zft",
+        "eval",
+        "model",
+    ]
     arguments = ["data=held.jsonl", "--json", FP32, "train.seq_len=64", "engine.compute_device=cpu"]
-    done = subprocess.run([*command, *arguments], cwd=here, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, *arguments], cwd=here, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, f"status {done.returncode}\nstdout: {done.stdout}\nstderr: {done.stderr}"
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     loss, tokens = plain(here, "model")
@@ -122,5 +141,7 @@ def test_wrong_input_is_one_line(here, args, named):
 def test_tasks_without_lm_eval(here):
     hidden = "import sys; sys.modules['lm_eval'] = None; from zft.cli import main; sys.exit(main(['eval', 'model', '--tasks', 'arc_easy']))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", hidden], cwd=here, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", hidden], cwd=here, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2 and "pip install lm_eval" in done.stderr and len(done.stderr.splitlines()) == 1

@@ -50,4 +50,6 @@ def test_a_float32_base_stays_float32_although_the_engine_computes_in_bfloat16(t
     with Engine.from_pretrained(base, nvme(tmp_path / "nvme", precision="bf16")) as engine:
         engine.export(tmp_path / "out")
     old, new = load_file(base / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
-    assert all(torch.equal(new[name], tensor) for name, tensor in old.items()), "hi and lo together are the float32 bits"
+    assert all(torch.equal(new[name], tensor) for name, tensor in old.items()), (
+        "hi and lo together are the float32 bits"
+    )

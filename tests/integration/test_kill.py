@@ -142,7 +142,9 @@ def replace_at_every_operation(folder: Path) -> int:
     def look(here: Path) -> tuple:
         from tests.tiny import tiny_model
 
-        with Engine(tiny_model("llama", seed=3), EngineConfig(compute_device="cpu"), world=World.single("cpu")) as engine:
+        with Engine(
+            tiny_model("llama", seed=3), EngineConfig(compute_device="cpu"), world=World.single("cpu")
+        ) as engine:
             state = engine.load(checkpoints.newest(here))
             engine.save(here / "step-00000001", {"save": 3})
             return state["save"], digest(engine), sorted(path.name for path in here.iterdir())
@@ -287,8 +289,25 @@ def test_all_is_durable_before_the_name(tmp_path):
     assert all(i < min(manifest) for i, (_, what) in enumerate(log) if "safetensors" in what), "the manifest is last"
 
 
-WRITING = {"open", "write_text", "write_bytes", "mkdir", "rename", "replace", "unlink", "rmtree", "rmdir", "fsync", "makedirs"}
-GUARDED = ("zft/checkpoint/manifest.py", "zft/checkpoint/shard.py", "zft/checkpoint/sharded.py", "zft/train/checkpoints.py")
+WRITING = {
+    "open",
+    "write_text",
+    "write_bytes",
+    "mkdir",
+    "rename",
+    "replace",
+    "unlink",
+    "rmtree",
+    "rmdir",
+    "fsync",
+    "makedirs",
+}
+GUARDED = (
+    "zft/checkpoint/manifest.py",
+    "zft/checkpoint/shard.py",
+    "zft/checkpoint/sharded.py",
+    "zft/train/checkpoints.py",
+)
 
 
 def writes_past_the_disk(source: str) -> list[str]:
@@ -297,7 +316,11 @@ def writes_past_the_disk(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if name in WRITING and "DISK" not in ast.unparse(node.func) and '"rb"' not in ast.unparse(node).replace("'", '"'):
+            if (
+                name in WRITING
+                and "DISK" not in ast.unparse(node.func)
+                and '"rb"' not in ast.unparse(node).replace("'", '"')
+            ):
                 found.append(ast.unparse(node))
     return [call for call in found if not call.startswith("dataclasses.replace")]
 

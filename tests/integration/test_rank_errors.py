@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from tests.integration.test_cli import zft
 from tests.integration.test_run import ARGS, ROOT, here  # noqa: F401
 
 pytestmark = pytest.mark.slow
-RECIPE = '''
+RECIPE = """
 import os
 import recipes.sft as sft
 from zft.config import ZftError
@@ -41,7 +40,7 @@ def main(run, resume=False):
         else:
             Stepper._waves = broken
     return sft.main(run, resume)
-'''
+"""
 
 
 def settings(who: str, place: str, kind: str) -> dict[str, str]:
@@ -68,7 +67,9 @@ def test_wrong_input_found_by_all_ranks(here, place):  # noqa: F811
     (here / "my.py").write_text(RECIPE)
     args = ["run", "./my.py", *ARGS[2:], "train.steps=2", "nproc=2", "out=o"]
     done = zft(*args, cwd=here, **settings("all", place, "input"))
-    assert done.returncode == 2 and done.stderr == "zft: the thing is wrong, got 0; mend it\n", done.stdout + done.stderr
+    assert done.returncode == 2 and done.stderr == "zft: the thing is wrong, got 0; mend it\n", (
+        done.stdout + done.stderr
+    )
 
 
 def test_a_failure_of_rank_1_names_its_reason_and_the_log(here):  # noqa: F811
@@ -77,7 +78,9 @@ def test_a_failure_of_rank_1_names_its_reason_and_the_log(here):  # noqa: F811
     done = zft(*args, cwd=here, **settings("1", "step", "failure"))
     log = here / "o" / "error.log"
     assert done.returncode == 1
-    assert done.stderr == f"zft: RuntimeError: the thing is wrong, got 1; mend it; the traceback is in {log}\n", done.stderr
+    assert done.stderr == f"zft: RuntimeError: the thing is wrong, got 1; mend it; the traceback is in {log}\n", (
+        done.stderr
+    )
     assert "in broken" in log.read_text()
 
 
@@ -87,4 +90,6 @@ def test_under_torchrun_rank_0_says_it(here):  # noqa: F811
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | settings("1", "data", "input")
     command = [*start, "run", "./my.py", *ARGS[2:], "train.steps=2", "out=o"]
     done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode != 0 and done.stderr.count("zft: rank 1: the thing is wrong, got 1; mend it") == 1, done.stderr
+    assert done.returncode != 0 and done.stderr.count("zft: rank 1: the thing is wrong, got 1; mend it") == 1, (
+        done.stderr
+    )

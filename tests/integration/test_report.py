@@ -27,7 +27,9 @@ FLAGS = (
 
 def browse(page: Path, profile: Path, *flags: str) -> str:
     """Open the page with a fresh profile; returns what the browser prints."""
-    program = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+    program = next(
+        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    )
     assert program, "this test needs a browser: apt-get install chromium"
     command = [program, *FLAGS, f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0", *flags, page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)

@@ -32,7 +32,12 @@ def here(tmp_path_factory) -> Path:
     tiny_folder("llama", folder / "model", attention_dropout=0.1)
     words = ["a b", "c d e", "f", "g h a c", "b b", "d a e"]
     rows = [
-        {"messages": [{"role": "user", "content": words[i % 6]}, {"role": "assistant", "content": words[(i * 5 + 1) % 6]}]}
+        {
+            "messages": [
+                {"role": "user", "content": words[i % 6]},
+                {"role": "assistant", "content": words[(i * 5 + 1) % 6]},
+            ]
+        }
         for i in range(12)
     ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -49,7 +54,9 @@ def end_of(run: Path) -> tuple[list, bytes]:
     return rows, (run / "export" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("stop", [3, STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH + 1], ids=["mid-epoch", "epoch-end", "third-epoch"])
+@pytest.mark.parametrize(
+    "stop", [3, STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH + 1], ids=["mid-epoch", "epoch-end", "third-epoch"]
+)
 def test_resumed_equals_uninterrupted(here, stop):
     run = here / f"stopped-{stop}"
     done(zft(*ARGS, f"out={run.name}", f"train.stop_after={stop}", "train.save_every=2", cwd=here))

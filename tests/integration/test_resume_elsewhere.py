@@ -92,7 +92,10 @@ MOVES = [
 
 
 def _id(move: tuple) -> str:
-    return "-".join(f"{ranks}x{'/'.join(str(getattr(v, 'compact', v)) for v in how.values())}" for ranks, how in (move[:2], move[2:]))
+    return "-".join(
+        f"{ranks}x{'/'.join(str(getattr(v, 'compact', v)) for v in how.values())}"
+        for ranks, how in (move[:2], move[2:])
+    )
 
 
 @pytest.mark.slow

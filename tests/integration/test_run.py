@@ -17,7 +17,15 @@ from tests.tiny import tiny_folder
 from zft.observe.metrics import read
 
 ROOT = Path(__file__).parents[2]
-ARGS = ["run", "sft", "model=model", "data=chats.jsonl", "train.seq_len=64", "train.grad_accum_steps=2", "train.lr=1e-3"]
+ARGS = [
+    "run",
+    "sft",
+    "model=model",
+    "data=chats.jsonl",
+    "train.seq_len=64",
+    "train.grad_accum_steps=2",
+    "train.lr=1e-3",
+]
 pytestmark = pytest.mark.slow
 
 
@@ -26,7 +34,12 @@ def here(tmp_path: Path) -> Path:
     tiny_folder("llama", tmp_path / "model")
     words = ["a b", "c d e", "f", "g h a c", "b b", "d a e"]
     rows = [
-        {"messages": [{"role": "user", "content": words[i % 6]}, {"role": "assistant", "content": words[(i * 5 + 1) % 6]}]}
+        {
+            "messages": [
+                {"role": "user", "content": words[i % 6]},
+                {"role": "assistant", "content": words[(i * 5 + 1) % 6]},
+            ]
+        }
         for i in range(12)
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -93,7 +106,9 @@ def test_resumed_equals_uninterrupted(here):
 def test_a_signal_saves_and_resume_goes_on(here, nproc):
     command = [sys.executable, "-m", "zft", *ARGS, "train.steps=100000", "out=o", f"nproc={nproc}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=here, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=here, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     metrics = here / "o" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
@@ -126,7 +141,17 @@ def test_wrong_data_with_ranks_is_said_once(here):
 
 
 def test_torchrun(here):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "zft", *ARGS]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "zft",
+        *ARGS,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [*command, "train.steps=2"], cwd=here, env=environment, capture_output=True, text=True, timeout=200
@@ -143,7 +168,15 @@ def test_torchrun(here):
 
 def test_pretrain(here):
     (here / "book.txt").write_text("a b c d e f g h " * 60)
-    args = ["run", "pretrain", "model=model", "data=book.txt", "train.seq_len=32", "train.grad_accum_steps=1", "train.steps=2"]
+    args = [
+        "run",
+        "pretrain",
+        "model=model",
+        "data=book.txt",
+        "train.seq_len=32",
+        "train.grad_accum_steps=1",
+        "train.steps=2",
+    ]
     ok(zft(*args, "out=o", cwd=here))
     rows = read(here / "o" / "metrics.jsonl")
     assert len(rows) == 2 and all(row["tokens"] >= 30 for row in rows), "every token of a packed sequence is learned"

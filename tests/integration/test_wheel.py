@@ -26,7 +26,18 @@ pytestmark = pytest.mark.slow
 def wheel(tmp_path_factory) -> Path:
     pytest.importorskip("hatchling")
     out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(out),
+        str(ROOT),
+    ]
     subprocess.run(command, check=True, timeout=200)
     return next(out.glob("*.whl"))
 
@@ -37,9 +48,22 @@ def python(wheel, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
-    site = Path(subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip())
+    site = Path(
+        subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip()
+    )
     (site / "lent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    ]
     subprocess.run(command, check=True, timeout=200)
     return python
 
@@ -58,7 +82,12 @@ def clean() -> dict[str, str]:
 def test_contents(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert wheel.name.startswith(f"zft_engine-{__version__}-py3-none-any")
-    assert {"zft/cli.py", "zft/_recipes/sft.py", "zft/_configs/sft.yaml", "zft/_configs/engine/zero3_nvme.yaml"} <= names
+    assert {
+        "zft/cli.py",
+        "zft/_recipes/sft.py",
+        "zft/_configs/sft.yaml",
+        "zft/_configs/engine/zero3_nvme.yaml",
+    } <= names
     shipped = {f"zft/_configs/{path.relative_to(configs_folder())}" for path in configs_folder().rglob("*.yaml")}
     assert shipped <= names
     strange = {name for name in names if not name.startswith(("zft/", f"zft_engine-{__version__}.dist-info/"))}

@@ -34,7 +34,12 @@ from zft.tiers.slab import FileSlab, MemorySlab, Traffic
 from zft.train import checkpoints
 
 SHAPES = st.lists(st.lists(st.integers(0, 70), min_size=0, max_size=2).map(tuple), min_size=1, max_size=6)
-FIELDS = (Field("hi", torch.bfloat16), Field("lo", torch.int8), Field("m", torch.float32), Field("m_scale", torch.float32, 256))
+FIELDS = (
+    Field("hi", torch.bfloat16),
+    Field("lo", torch.int8),
+    Field("m", torch.float32),
+    Field("m_scale", torch.float32, 256),
+)
 
 
 def group_of(shapes: list[tuple[int, ...]], ranks: int, replicated: bool = False) -> SimpleNamespace:
@@ -76,7 +81,9 @@ def record_of(group: SimpleNamespace, ranks: int, rank: int, stage: int, folder:
     ranges = Ranges.of(group, stage, world)
     record = SimpleNamespace(group=group, ranges=ranges, rule=SimpleNamespace(fields=fields_on(folder)), slabs={})
     for number, field in enumerate(fields_on(folder)):
-        start, numel = (ranges.hi_start, ranges.hi_numel) if field.name == "hi" else (ranges.state_start, ranges.state_numel)
+        start, numel = (
+            (ranges.hi_start, ranges.hi_numel) if field.name == "hi" else (ranges.state_start, ranges.state_numel)
+        )
         whole = _values(group.layout.padded_numel, field, number)
         own = whole[start // field.block : (start + numel) // field.block].clone()
         own = own if fill else torch.full_like(own, 77)
@@ -108,7 +115,13 @@ def held(record: SimpleNamespace, field: Field) -> torch.Tensor:
 
 @pytest.mark.parametrize("on_nvme", [False, True])
 @settings(deadline=None, max_examples=60)
-@given(shapes=SHAPES, ranks=st.integers(1, 4), stage=st.integers(0, 3), others=st.integers(1, 4), other_stage=st.integers(0, 3))
+@given(
+    shapes=SHAPES,
+    ranks=st.integers(1, 4),
+    stage=st.integers(0, 3),
+    others=st.integers(1, 4),
+    other_stage=st.integers(0, 3),
+)
 def test_streamed_and_restored_elsewhere(tmp_path_factory, on_nvme, shapes, ranks, stage, others, other_stage):
     """Out of records of some ranks and stage, into records of others: what lies in parameters is equal, padding is zero."""
     folder = NvmeFolder(tmp_path_factory.mktemp("tier")) if on_nvme else None
@@ -175,7 +188,14 @@ def written(folder: Path, content: Manifest) -> Path:
 
 
 def test_a_manifest_comes_back_as_it_was(tmp_path):
-    train = {"loss": math.inf, "name": "naïve ✓", "small": 1e-300, "third": 1 / 3, "none": None, "nested": {"a": [1, 2]}}
+    train = {
+        "loss": math.inf,
+        "name": "naïve ✓",
+        "small": 1e-300,
+        "third": 1 / 3,
+        "none": None,
+        "nested": {"a": [1, 2]},
+    }
     content = manifest(**train)
     assert Manifest.read(written(tmp_path / "c", content)) == content
     assert math.isnan(Manifest.read(written(tmp_path / "d", manifest(loss=math.nan))).train["loss"])
@@ -257,7 +277,9 @@ def saved(folder: Path, *steps: int) -> None:
 
 
 @given(
-    st.dictionaries(st.integers(1, 30), st.none() | st.floats(0, 9), max_size=8), st.sets(st.integers(31, 40)), st.integers(1, 4)
+    st.dictionaries(st.integers(1, 30), st.none() | st.floats(0, 9), max_size=8),
+    st.sets(st.integers(31, 40)),
+    st.integers(1, 4),
 )
 @settings(deadline=None, max_examples=30)
 def test_retention_goes_by_the_record(tmp_path_factory, record, strangers, keep):

@@ -23,7 +23,12 @@ def trained(tmp_path, **config) -> Engine:
 
 @pytest.mark.parametrize(
     "config",
-    [{"precision": "bf16"}, {"precision": "fp32"}, {"precision": "fp16"}, {"optim": AdamW(compact=True), "precision": "bf16"}],
+    [
+        {"precision": "bf16"},
+        {"precision": "fp32"},
+        {"precision": "fp16"},
+        {"optim": AdamW(compact=True), "precision": "bf16"},
+    ],
     ids=["bf16", "fp32", "fp16", "compact"],
 )
 def test_masters_and_computing_weights(tmp_path, config):

@@ -122,7 +122,10 @@ def test_other_values(here):
     made = run(here, "method.targets=q_proj", "data_options.columns.prompt=question", "data_options.split=train[:10]")
     assert made.method.targets == ("q_proj",)
     assert made.data_options.columns == {"prompt": "question"} and made.data_options.split == "train[:10]"
-    assert run(here, "data_options.columns={prompt: q, completion: a}").data_options.columns == {"prompt": "q", "completion": "a"}
+    assert run(here, "data_options.columns={prompt: q, completion: a}").data_options.columns == {
+        "prompt": "q",
+        "completion": "a",
+    }
     assert run(here, "method.targets=[q_proj,v_proj]").method.targets == ("q_proj", "v_proj")
     assert run(here, "engine.compute_device=cuda:0").engine.compute_device == "cuda:0"
 
@@ -205,7 +208,14 @@ def test_missing_keys(here):
 
 
 def test_the_tree_is_the_inverse_of_build(here):
-    made = run(here, "engine=zero3_nvme", "optimizer=adamw_compact", "train.steps=3", "method.targets=[a,b]", "eval_data=a.jsonl")
+    made = run(
+        here,
+        "engine=zero3_nvme",
+        "optimizer=adamw_compact",
+        "train.steps=3",
+        "method.targets=[a,b]",
+        "eval_data=a.jsonl",
+    )
     assert build(yaml.safe_load(to_yaml(made)), here) == made
     auto = run(here)
     assert build(to_tree(auto), here) == auto

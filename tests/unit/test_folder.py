@@ -127,6 +127,8 @@ def test_folders_that_cannot_be_written(here):
     run = config(here, "engine=zero3_nvme", "engine.nvme_dir=/proc/zft")
     assert "engine.nvme_dir is not writable, got /proc/zft" in refusal(run)
     check_nvme_dir(config(here, "engine=zero3_cpu", "engine.nvme_dir=/proc/zft"))
-    offload = config(here, "engine=zero0", "activation=offload", "engine.activation_tier=nvme", "engine.nvme_dir=/proc/zft")
+    offload = config(
+        here, "engine=zero0", "activation=offload", "engine.activation_tier=nvme", "engine.nvme_dir=/proc/zft"
+    )
     with pytest.raises(ZftError, match="not writable"):
         check_nvme_dir(offload)

@@ -116,5 +116,7 @@ def test_an_upward_edge_is_found(module, source):
 
 
 def test_downward_edges_are_fine():
-    source = "import torch\nfrom zft.config import ZftError\nfrom zft.optim.rules import x\nfrom zft.engine.unit import Unit"
+    source = (
+        "import torch\nfrom zft.config import ZftError\nfrom zft.optim.rules import x\nfrom zft.engine.unit import Unit"
+    )
     assert not violations("zft.engine.tape", source)

@@ -194,7 +194,9 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint(here, number):
 
 
 def test_a_skipped_step_is_shown_and_leaves_the_schedule(here, capsys):
-    made, total = job(config(here, "train.steps=4", "train.lr=0.1", "train.schedule=linear"), FakeEngine(bad_steps=(2,)))
+    made, total = job(
+        config(here, "train.steps=4", "train.lr=0.1", "train.schedule=linear"), FakeEngine(bad_steps=(2,))
+    )
     fit(made, total)
     rows = read(made.folder.metrics)
     assert [row["skipped"] for row in rows] == [False, True, False, False]

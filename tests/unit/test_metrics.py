@@ -13,7 +13,15 @@ from zft.observe.progress import Progress, duration, line
 
 
 def row(step: int, **changes) -> StepMetrics:
-    values = {"loss": 2.0, "grad_norm": 1.5, "lr": 1e-4, "tokens": 30, "tokens_per_s": 15.0, "seconds": 2.0, "skipped": False}
+    values = {
+        "loss": 2.0,
+        "grad_norm": 1.5,
+        "lr": 1e-4,
+        "tokens": 30,
+        "tokens_per_s": 15.0,
+        "seconds": 2.0,
+        "skipped": False,
+    }
     values |= {"peak_bytes": {"host_rss": 1, "device": 2, "nvme": 3}, "traffic_bytes": {"h2d": 4}}
     return StepMetrics(step=step, **(values | changes))
 
@@ -75,7 +83,9 @@ def test_the_line():
     assert "(loss is not finite)" in line(row(3, loss=math.inf), 100, 1.0)
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (250, "4m10s"), (7500, "2h05m"), (90000, "25h00m")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (250, "4m10s"), (7500, "2h05m"), (90000, "25h00m")]
+)
 def test_duration(seconds, text):
     assert duration(seconds) == text
 

@@ -79,8 +79,13 @@ def test_many_requests_in_flight(tmp_path):
 def test_misuse_is_caught_before_any_byte_moves(tmp_path):
     with NvmeFolder(tmp_path / "t") as folder:
         file = folder.create("x", 2 * PAGE)
-        for offset, buffer in [(1, aligned_empty(8)), (0, aligned_empty(3 * PAGE)), (0, aligned_empty(PAGE)[1:]),
-                               (0, aligned_empty(PAGE).view(64, 64).t()), (0, np.zeros((8, 8))[:, 1])]:
+        for offset, buffer in [
+            (1, aligned_empty(8)),
+            (0, aligned_empty(3 * PAGE)),
+            (0, aligned_empty(PAGE)[1:]),
+            (0, aligned_empty(PAGE).view(64, 64).t()),
+            (0, np.zeros((8, 8))[:, 1]),
+        ]:
             with pytest.raises(AssertionError):
                 file.write(offset, buffer)
         with pytest.raises(AssertionError, match="exists already"):

@@ -11,9 +11,14 @@ from zft.config import SGD, AdamW, EngineConfig, Lion
 from zft.optim import Hyper, Segments, make_rule
 from zft.precision import resolve_precision
 
-CASES = [(AdamW(weight_decay=0.1), "bf16"), (AdamW(weight_decay=0.1), "fp16"), (AdamW(weight_decay=0.1), "fp32"),
-         (AdamW(weight_decay=0.1, compact=True), "bf16"),
-         (SGD(weight_decay=0.1), "bf16"), (Lion(weight_decay=0.1), "bf16")]
+CASES = [
+    (AdamW(weight_decay=0.1), "bf16"),
+    (AdamW(weight_decay=0.1), "fp16"),
+    (AdamW(weight_decay=0.1), "fp32"),
+    (AdamW(weight_decay=0.1, compact=True), "bf16"),
+    (SGD(weight_decay=0.1), "bf16"),
+    (Lion(weight_decay=0.1), "bf16"),
+]
 IDS = ["adamw-bf16", "adamw-fp16", "adamw-fp32", "compact", "sgd", "lion"]
 NUMEL = 8192 + 77
 

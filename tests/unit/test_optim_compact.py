@@ -22,8 +22,10 @@ def fresh(rule, weights):
 
 
 def moments(views):
-    return (device_path.decode8(views["m"], views["m_scale"], 127.0),
-            device_path.decode8(views["v"], views["v_scale"], 255.0))
+    return (
+        device_path.decode8(views["m"], views["m_scale"], 127.0),
+        device_path.decode8(views["v"], views["v_scale"], 255.0),
+    )
 
 
 def test_five_bytes_and_a_bit():

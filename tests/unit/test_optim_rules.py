@@ -78,8 +78,13 @@ def test_adamw_equals_torch_with_and_without_decay(precision):
     weights = torch.randn(numel)
     views = fresh(rule, weights)
     decayed, plain = weights[:cut].clone().requires_grad_(), weights[cut:].clone().requires_grad_()
-    theirs = torch.optim.AdamW([{"params": [decayed]}, {"params": [plain], "weight_decay": 0.0}],
-                               lr=1e-3, betas=optim.betas, eps=optim.eps, weight_decay=0.1)
+    theirs = torch.optim.AdamW(
+        [{"params": [decayed]}, {"params": [plain], "weight_decay": 0.0}],
+        lr=1e-3,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=0.1,
+    )
     segments = Segments.of([(0, cut, 1.0), (cut, numel, 0.0)])
     for step, grad in enumerate(grads(numel, 20), 1):
         decayed.grad, plain.grad = grad[:cut], grad[cut:]

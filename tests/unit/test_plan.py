@@ -104,7 +104,9 @@ def test_memory_follows_the_tiers(tmp_path, shape):
 def test_nvme_keeps_memory_flat_in_the_number_of_layers(tmp_path):
     world, totals = planned_world(1, None, "cpu"), []
     for model in ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"):
-        run = run_of(tmp_path, f"model={model}", "engine=zero3_nvme", "activation=offload", "engine.activation_tier=nvme")
+        run = run_of(
+            tmp_path, f"model={model}", "engine=zero3_nvme", "activation=offload", "engine.activation_tier=nvme"
+        )
         plan = Plan(run, shape_for(run, world), world, CPU)
         totals.append(plan.memory.total(Tier.cpu))
     assert totals[1] < 3 * totals[0], "eight times the parameters, twice the width"
@@ -140,7 +142,9 @@ def test_every_preset_is_a_whole_machine(tmp_path, hardware):
 @pytest.mark.parametrize("experiment", options("experiment"))
 def test_every_experiment_fits_its_machine(tmp_path, experiment):
     run = compose("sft", [f"experiment={experiment}", "data=a/b"], tmp_path)
-    known = next((key for key in known_models() if key == run.model or key == run.model.removesuffix("-Instruct")), None)
+    known = next(
+        (key for key in known_models() if key == run.model or key == run.model.removesuffix("-Instruct")), None
+    )
     assert known, f"{run.model} is not in zft/plan/models.yaml"
     run = replace(run, model=known)
     world = planned_world(1, None, "cpu" if run.hardware.name == "this" else "cuda")
@@ -149,6 +153,8 @@ def test_every_experiment_fits_its_machine(tmp_path, experiment):
 
 
 def test_the_json_object_is_plain(tmp_path, shape):
-    made = json.loads(json.dumps(Plan(run_of(tmp_path, "engine=zero3_nvme"), shape, planned_world(1, None, "cuda"), GPU).to_dict()))
+    made = json.loads(
+        json.dumps(Plan(run_of(tmp_path, "engine=zero3_nvme"), shape, planned_world(1, None, "cuda"), GPU).to_dict())
+    )
     assert {"peak_device_bytes", "peak_host_bytes", "nvme_bytes", "step_s", "limit", "placement"} <= set(made)
     assert made["nvme_wear_bytes"] == made["traffic_bytes"]["nvme_write"] > 0

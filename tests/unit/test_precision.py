@@ -87,15 +87,18 @@ def names(plan) -> list[str]:
     return [f.name for f in plan.fields]
 
 
-@pytest.mark.parametrize(("precision", "optim", "fields", "bytes_each"), [
-    ("auto", AdamW(), ["hi", "lo", "m", "v"], 12),
-    ("bf16", AdamW(), ["hi", "lo", "m", "v"], 12),
-    ("fp32", AdamW(), ["hi", "m", "v"], 12),
-    ("fp16", AdamW(), ["hi", "master", "m", "v"], 14),
-    ("bf16", AdamW(compact=True), ["hi", "lo", "m", "v", "m_scale", "v_scale"], 5 + 8 / 256),
-    ("bf16", SGD(), ["hi", "lo", "m"], 8),
-    ("fp32", Lion(), ["hi", "m"], 8),
-])
+@pytest.mark.parametrize(
+    ("precision", "optim", "fields", "bytes_each"),
+    [
+        ("auto", AdamW(), ["hi", "lo", "m", "v"], 12),
+        ("bf16", AdamW(), ["hi", "lo", "m", "v"], 12),
+        ("fp32", AdamW(), ["hi", "m", "v"], 12),
+        ("fp16", AdamW(), ["hi", "master", "m", "v"], 14),
+        ("bf16", AdamW(compact=True), ["hi", "lo", "m", "v", "m_scale", "v_scale"], 5 + 8 / 256),
+        ("bf16", SGD(), ["hi", "lo", "m"], 8),
+        ("fp32", Lion(), ["hi", "m"], 8),
+    ],
+)
 def test_records(precision, optim, fields, bytes_each):
     plan = resolve_precision(EngineConfig(precision=precision, optim=optim), "cpu")
     assert names(plan) == fields
@@ -106,23 +109,32 @@ def test_records(precision, optim, fields, bytes_each):
     assert all(f.entries(513) == (3 if "scale" in f.name else 513) for f in plan.fields)
 
 
-@pytest.mark.parametrize(("precision", "asked", "device", "compute"), [
-    ("bf16", "auto", "cpu", torch.float32), ("bf16", "auto", "cuda", torch.bfloat16),
-    ("bf16", "bfloat16", "cpu", torch.bfloat16), ("fp16", "auto", "cuda:1", torch.float16),
-    ("fp16", "float32", "cuda", torch.float32), ("fp32", "auto", "cuda", torch.float32),
-])
+@pytest.mark.parametrize(
+    ("precision", "asked", "device", "compute"),
+    [
+        ("bf16", "auto", "cpu", torch.float32),
+        ("bf16", "auto", "cuda", torch.bfloat16),
+        ("bf16", "bfloat16", "cpu", torch.bfloat16),
+        ("fp16", "auto", "cuda:1", torch.float16),
+        ("fp16", "float32", "cuda", torch.float32),
+        ("fp32", "auto", "cuda", torch.float32),
+    ],
+)
 def test_compute_dtype(precision, asked, device, compute):
     plan = resolve_precision(EngineConfig(precision=precision, compute_dtype=asked), device)
     assert plan.compute_dtype == compute
     assert plan.grad_dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
-@pytest.mark.parametrize(("config", "message"), [
-    (EngineConfig(precision="bf16", compute_dtype="float16"), "not hold precision=bf16 weights; use auto, float32"),
-    (EngineConfig(precision="fp32", compute_dtype="bfloat16"), "does not hold precision=fp32"),
-    (EngineConfig(compute_dtype="double"), "one of auto, float32, bfloat16, float16, got double"),
-    (EngineConfig(precision="fp16", optim=AdamW(compact=True)), "needs precision=bf16, got fp16"),
-])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(precision="bf16", compute_dtype="float16"), "not hold precision=bf16 weights; use auto, float32"),
+        (EngineConfig(precision="fp32", compute_dtype="bfloat16"), "does not hold precision=fp32"),
+        (EngineConfig(compute_dtype="double"), "one of auto, float32, bfloat16, float16, got double"),
+        (EngineConfig(precision="fp16", optim=AdamW(compact=True)), "needs precision=bf16, got fp16"),
+    ],
+)
 def test_refusals(config, message):
     with pytest.raises(ZftError, match=message):
         resolve_precision(config, "cpu")

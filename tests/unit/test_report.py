@@ -138,6 +138,8 @@ def test_tiny_spans_become_one_block_and_long_ones_stay():
     assert blocks[0].start_s == 0 and blocks[-2].end_s == tiny[-1].end_s
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB"), (3 << 40, "3 TiB")])
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB"), (3 << 40, "3 TiB")]
+)
 def test_bytes_text(count, text):
     assert bytes_text(count) == text

@@ -10,11 +10,24 @@ from zft.precision import LossScaler
 def test_table():
     """window 3, hysteresis 2: (overflow, scale after it)."""
     table = [
-        (False, 16), (False, 16), (False, 32),  # three good steps: doubled, hysteresis full
-        (True, 32), (True, 16), (True, 8),  # the first overflow is forgiven, then one halving each
-        (False, 8), (False, 8), (True, 4),  # two good steps don't refill
-        (False, 4), (False, 4), (False, 8),  # a growth does
-        (False, 8), (False, 8), (False, 16), (True, 16), (False, 16), (True, 8),
+        (False, 16),
+        (False, 16),
+        (False, 32),  # three good steps: doubled, hysteresis full
+        (True, 32),
+        (True, 16),
+        (True, 8),  # the first overflow is forgiven, then one halving each
+        (False, 8),
+        (False, 8),
+        (True, 4),  # two good steps don't refill
+        (False, 4),
+        (False, 4),
+        (False, 8),  # a growth does
+        (False, 8),
+        (False, 8),
+        (False, 16),
+        (True, 16),
+        (False, 16),
+        (True, 8),
     ]
     scaler = LossScaler(scale=16, window=3)
     for row, (overflow, scale) in enumerate(table):

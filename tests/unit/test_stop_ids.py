@@ -19,7 +19,9 @@ STOP = 2  # <|im_end|>
 
 def exported(folder: Path, base: Path, **options) -> tuple[dict, str]:
     """(generation_config.json, its text) of an export of a tiny model with other weights."""
-    export_folder(folder, iter([dict(tiny_model("llama", seed=7).named_parameters())]), build_model(base), base, **options)
+    export_folder(
+        folder, iter([dict(tiny_model("llama", seed=7).named_parameters())]), build_model(base), base, **options
+    )
     text = (folder / "generation_config.json").read_text()
     return json.loads(text), text
 

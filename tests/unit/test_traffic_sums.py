@@ -99,7 +99,9 @@ def test_the_formula_of_the_design():
         layer = next(u for u in shape.units if u.name.endswith("layers.0"))
         without = shape.__class__(shape.name, (shape.units[0], layer), (), shape.dims, 4)
         only = shape.__class__(shape.name, (shape.units[0],), (), shape.dims, 4)
-        got = _minus(step_traffic(without, config, world, (waves, 0)).total, step_traffic(only, config, world, (waves, 0)).total)
+        got = _minus(
+            step_traffic(without, config, world, (waves, 0)).total, step_traffic(only, config, world, (waves, 0)).total
+        )
         numel, parked = layer.groups[0].padded_numel, 4 * (waves - 1)
         read, written = 12 + 4 * waves - 2 + 2 + parked, 12 + 2 + parked
         assert got == Bytes(read * numel, written * numel, (4 * waves + parked) * numel, (2 + parked) * numel)

@@ -71,7 +71,9 @@ class Manifest:
             checksum = content.pop("checksum")
             version = content.pop("format")
             if version != FORMAT:
-                raise DamagedCheckpoint(f"{path} has format {version}, and this zft reads {FORMAT}; use the zft that wrote it")
+                raise DamagedCheckpoint(
+                    f"{path} has format {version}, and this zft reads {FORMAT}; use the zft that wrote it"
+                )
             if checksum != _checksum({"format": version, **content}):
                 raise DamagedCheckpoint(f"{path} is damaged (checksum); use an earlier checkpoint")
             manifest = _build(content)
@@ -81,7 +83,9 @@ class Manifest:
             found = folder / name
             size = found.stat().st_size if found.is_file() else None
             if size != stored.nbytes:
-                raise DamagedCheckpoint(f"{found} has {size} bytes instead of {stored.nbytes}; use an earlier checkpoint")
+                raise DamagedCheckpoint(
+                    f"{found} has {size} bytes instead of {stored.nbytes}; use an earlier checkpoint"
+                )
         return manifest
 
     def digests_differ(self, folder: Path, names: list[str]) -> str | None:
@@ -131,7 +135,9 @@ def overlaps(stored: StoredTensor, first: int, last: int) -> Iterator[tuple[tupl
 def _build(content: dict) -> Manifest:
     files = {name: StoredFile(**each) for name, each in content["files"].items()}
     tensors = {
-        name: StoredTensor(each["kind"], tuple(each["shape"]), each["fields"], [tuple(piece) for piece in each["pieces"]])
+        name: StoredTensor(
+            each["kind"], tuple(each["shape"]), each["fields"], [tuple(piece) for piece in each["pieces"]]
+        )
         for name, each in content["tensors"].items()
     }
     return Manifest(files, tensors, content["engine"], content["train"])

@@ -1,6 +1,6 @@
 """Going on from a checkpoint: what is in the files goes to where this engine keeps it, whatever its ranks and tiers.
 
-    manifest and sizes -> every byte's checksum -> does it fit this engine? -> each rank reads what it holds
+manifest and sizes -> every byte's checksum -> does it fit this engine? -> each rank reads what it holds
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def _check_fit(folder: Path, manifest: Manifest, parts: Parts, buffers: dict[str
 
 def _check_base(folder: Path, then: dict[str, str] | None, base: Callable[[], dict[str, str]]) -> None:
     if then and (name := base_differs(then, base())):
-        raise ZftError(f"{folder} was trained on another base model: {name} differs; give the model that it was trained on")
+        raise ZftError(
+            f"{folder} was trained on another base model: {name} differs; give the model that it was trained on"
+        )
 
 
 def _restore(folder: Path, manifest: Manifest, parts: Parts, buffers: dict[str, torch.Tensor]) -> None:

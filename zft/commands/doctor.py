@@ -33,7 +33,11 @@ def doctor(
     console = Console()
     console.print(render(found))
     for row in rows:
-        console.print(f"[bold red]fix[/] {row.text}" if row.is_problem else f"[dim]note[/] {row.text}", soft_wrap=True, highlight=False)
+        console.print(
+            f"[bold red]fix[/] {row.text}" if row.is_problem else f"[dim]note[/] {row.text}",
+            soft_wrap=True,
+            highlight=False,
+        )
     if not any(row.is_problem for row in rows):
         console.print("[bold green]nothing to fix[/]")
 
@@ -125,11 +129,20 @@ def render(found: dict):
     memory, rates, disk = found["memory"], found["rates"], found["disk"]
     machine = Table(box=None, show_header=False, pad_edge=False)
     shown = ("python", "zft", "torch", "transformers", "peft", "datasets", "numba")
-    machine.add_row("versions", ", ".join(f"{name} {found['versions'][name]}" for name in shown if name in found["versions"]))
+    machine.add_row(
+        "versions", ", ".join(f"{name} {found['versions'][name]}" for name in shown if name in found["versions"])
+    )
     machine.add_row("processor", f"{found['processor']}, {found['cores']} cores, load {found['load']:.1f}")
-    machine.add_row("memory", f"{memory['available_bytes'] / 2**30:.1f} GiB free of {memory['total_bytes'] / 2**30:.1f}")
+    machine.add_row(
+        "memory", f"{memory['available_bytes'] / 2**30:.1f} GiB free of {memory['total_bytes'] / 2**30:.1f}"
+    )
     for gpu in found["gpus"] or [None]:
-        machine.add_row("gpu", f"{gpu['name']}, {gpu['free_bytes'] / 2**30:.1f} GiB free of {gpu['total_bytes'] / 2**30:.1f}" if gpu else "none")
+        machine.add_row(
+            "gpu",
+            f"{gpu['name']}, {gpu['free_bytes'] / 2**30:.1f} GiB free of {gpu['total_bytes'] / 2**30:.1f}"
+            if gpu
+            else "none",
+        )
     table = Table(box=None, pad_edge=False)
     table.add_column("measured")
     table.add_column("", justify="right")
@@ -137,7 +150,10 @@ def render(found: dict):
     rows += [(name, rates[key]) for key, name in (("h2d", "host to device"), ("d2h", "device to host")) if key in rates]
     if "direct" in disk:
         kind = "direct" if disk["direct"]["direct"] else "buffered"
-        for name, row in ((f"disk, as the nvme tier uses it ({kind})", disk["direct"]), ("disk, through the page cache", disk["buffered"])):
+        for name, row in (
+            (f"disk, as the nvme tier uses it ({kind})", disk["direct"]),
+            ("disk, through the page cache", disk["buffered"]),
+        ):
             rows += [(f"{name}: read", row["read"]), (f"{name}: write", row["write"])]
     for name, rate in rows:
         table.add_row(name, f"{rate / 1e9:.2f} GB/s")

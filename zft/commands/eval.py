@@ -30,7 +30,9 @@ def add(app: typer.Typer) -> None:
 def evaluate(
     what: str = typer.Argument(metavar="FOLDER|RUN", help="Exported or Hub model, adapter folder, or run folder."),
     overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]..."),
-    tasks: str = typer.Option(None, "--tasks", metavar="A,B", help="Tasks of lm-eval, or their .yaml, not data=; needs lm_eval."),
+    tasks: str = typer.Option(
+        None, "--tasks", metavar="A,B", help="Tasks of lm-eval, or their .yaml, not data=; needs lm_eval."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     overrides = list(overrides or [])

@@ -18,11 +18,15 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def add(app: typer.Typer) -> None:
-    app.command("export", help="Write a folder that transformers loads, from a run, a checkpoint or another engine's.")(export)
+    app.command("export", help="Write a folder that transformers loads, from a run, a checkpoint or another engine's.")(
+        export
+    )
 
 
 def export(
-    source: Path = typer.Argument(metavar="RUN|CHECKPOINT", help="Run folder, one checkpoint, DeepSpeed or DCP folder."),
+    source: Path = typer.Argument(
+        metavar="RUN|CHECKPOINT", help="Run folder, one checkpoint, DeepSpeed or DCP folder."
+    ),
     folder: Path = typer.Argument(help="Where to write; must be new or empty."),
     base: str = typer.Option(None, help="The model that was trained, if the run does not tell."),
     dtype: str = typer.Option(None, help="bf16, fp16 or fp32; the base's unless given."),

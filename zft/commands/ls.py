@@ -11,7 +11,9 @@ from zft.schema import GROUPS
 
 
 def add(app: typer.Typer) -> None:
-    app.command("ls", help="List the recipes and the options of method=, engine=, optimizer=, hardware=, experiment=.")(ls)
+    app.command("ls", help="List the recipes and the options of method=, engine=, optimizer=, hardware=, experiment=.")(
+        ls
+    )
 
 
 def ls() -> None:

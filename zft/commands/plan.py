@@ -51,7 +51,9 @@ def composed(recipe: str, overrides: list[str]) -> RunConfig:
     """The run; `data=` may be missing and `model=` may be a name of zft/plan/models.yaml."""
     from zft.plan.models import hub_id
 
-    named = [f"model={hub_id(text.removeprefix('model='))}" if text.startswith("model=") else text for text in overrides]
+    named = [
+        f"model={hub_id(text.removeprefix('model='))}" if text.startswith("model=") else text for text in overrides
+    ]
     if not any(text.startswith("data=") for text in named):
         named.append(f"data={NO_DATA}")
     return replace(compose(recipe, named, Path.cwd()), overwrite=False)

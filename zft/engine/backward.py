@@ -21,7 +21,9 @@ from zft.tiers.device import Recorder
 class Backward:
     """Walks one tape after another."""
 
-    def __init__(self, gates: Gates, sharder: Sharder, fetcher: Fetcher, gradients: Gradients, world: World, record: Recorder):
+    def __init__(
+        self, gates: Gates, sharder: Sharder, fetcher: Fetcher, gradients: Gradients, world: World, record: Recorder
+    ):
         self.gates, self.sharder, self.fetcher, self.gradients = gates, sharder, fetcher, gradients
         self.world, self.record = world, record
 
@@ -61,7 +63,9 @@ class Backward:
         light = is_plain_embedding(unit)
         if not light:
             self.sharder.unshard(unit)
-        self.fetcher.prefetch(next((v.unit for v in reversed(remaining) if v.entries and not is_plain_embedding(v.unit)), None))
+        self.fetcher.prefetch(
+            next((v.unit for v in reversed(remaining) if v.entries and not is_plain_embedding(v.unit)), None)
+        )
         started = time.perf_counter()
         self.gradients.open(groups)
         for entry in visit.entries:
@@ -104,7 +108,9 @@ def is_plain_embedding(unit: Unit) -> bool:
 
 def _run(tensors: list[torch.Tensor], slots: list, keep: bool = False) -> None:
     assert len(tensors) == len(slots), "a unit returned another number of tensors when it ran again"
-    due = [(t, s.gradient) for t, s in zip(tensors, slots, strict=True) if s and s.gradient is not None and t.requires_grad]
+    due = [
+        (t, s.gradient) for t, s in zip(tensors, slots, strict=True) if s and s.gradient is not None and t.requires_grad
+    ]
     if due:
         torch.autograd.backward([t for t, _ in due], [g.to(t.dtype) for t, g in due], retain_graph=keep)
 

@@ -28,7 +28,12 @@ def fill_record(record: Record, weights: Iterable[tuple[str, torch.Tensor]]) -> 
         put_field(record, "hi", flat[ranges.hi_start : ranges.hi_start + ranges.hi_numel].to(group.hi_dtype))
         return  # hi is the exact master: the rest of the record is zeros, as its slabs are from the start
     # hi reaches beyond the state's range at stages 1 and 2, and is rounded there as the owner of that range rounds it
-    ends = (ranges.hi_start, ranges.state_start, ranges.state_start + ranges.state_numel, ranges.hi_start + ranges.hi_numel)
+    ends = (
+        ranges.hi_start,
+        ranges.state_start,
+        ranges.state_start + ranges.state_numel,
+        ranges.hi_start + ranges.hi_numel,
+    )
     for first, last in pairwise(ends):
         for start in range(first, last, CHUNK_NUMEL):
             _init_chunk(record, flat, start, min(start + CHUNK_NUMEL, last))

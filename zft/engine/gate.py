@@ -55,7 +55,11 @@ class Gates:
     """Wraps the units of one model. `sideways`: (module, output index) pairs whose outputs a recorder takes away."""
 
     def __init__(
-        self, units: Sequence[Unit], sideways: Sequence[tuple[nn.Module, int]], config: EngineConfig, device: torch.device
+        self,
+        units: Sequence[Unit],
+        sideways: Sequence[tuple[nn.Module, int]],
+        config: EngineConfig,
+        device: torch.device,
     ):
         self.device, self.activation = device, config.activation
         self.mode = Mode.IDLE
@@ -105,7 +109,9 @@ class Gates:
         if not torch.is_grad_enabled() or not (unit.trainable or any(t.requires_grad for t in tensors)):
             with torch.no_grad():
                 return self.inner[unit](*args, **kwargs)
-        if self.activation is not Activation.none and any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())):
+        if self.activation is not Activation.none and any(
+            hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())
+        ):
             raise ZftError(
                 f"{unit.name} got a key-value cache in a training step; the recompute would extend it a second time and the "
                 "gradients would be wrong: leave use_cache and past_key_values out, or set activation=none"
@@ -143,7 +149,9 @@ class Gates:
                     entry.graph.outputs.append(leaf)
                 if slot is not None:
                     handed_on = not keeps and leaf.untyped_storage().data_ptr() in inputs
-                    flat[place] = Cut.apply(self.anchor, slot, leaf.detach().clone() if handed_on else leaf.detach(), not keeps)
+                    flat[place] = Cut.apply(
+                        self.anchor, slot, leaf.detach().clone() if handed_on else leaf.detach(), not keeps
+                    )
         return tree_unflatten(flat, spec)
 
     def _head(self, unit: Unit, micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,12 @@ class Gradients:
     """Collects, reduces, parks and finishes the gradients of one step after another."""
 
     def __init__(
-        self, records: dict[ParamGroup, Record], world: World, config: EngineConfig, fetcher: Fetcher, pinned: PinnedMemory
+        self,
+        records: dict[ParamGroup, Record],
+        world: World,
+        config: EngineConfig,
+        fetcher: Fetcher,
+        pinned: PinnedMemory,
     ):
         self.records, self.world, self.config = records, world, config
         self.updater, self.streams, self.record = fetcher.updater, fetcher.streams, fetcher.streams.recorder

@@ -25,7 +25,9 @@ class GroupSpec:
     """(fqn, parameter) -> (hi dtype, compute dtype, codec)."""
 
 
-def unit_modules(model: nn.Module, no_split: Sequence[str], ends: Sequence[nn.Module | None]) -> list[tuple[str, nn.Module]]:
+def unit_modules(
+    model: nn.Module, no_split: Sequence[str], ends: Sequence[nn.Module | None]
+) -> list[tuple[str, nn.Module]]:
     """(name, module) of every unit in module order. `ends` are the embedding and the head, where the model has them."""
     names = dict(model.named_modules())
     layers = [n for n, m in names.items() if type(m).__name__ in set(no_split)]
@@ -57,7 +59,9 @@ def build_units(model: nn.Module, modules: list[tuple[str, nn.Module]], spec: Gr
         units.append((index, name, module, [g for g, _ in groups], list(dict.fromkeys(known))))
     rest = [(n, p) for n, p in model.named_parameters() if id(p) not in owners]
     leftover_spec = GroupSpec(1, spec.dtypes)
-    leftovers = Unit("leftovers", None, len(units), [g for g, _ in _groups("leftovers", model, rest, sites, leftover_spec)])
+    leftovers = Unit(
+        "leftovers", None, len(units), [g for g, _ in _groups("leftovers", model, rest, sites, leftover_spec)]
+    )
     made = [Unit(name, module, index, groups, known) for index, name, module, groups, known in units]
     for group in [g for unit in [*made, leftovers] for g in unit.groups]:
         group.place_meta()

@@ -18,7 +18,7 @@ from zft.engine.partition import GroupSpec, build_units, unit_modules
 from zft.engine.pool import PinnedMemory
 from zft.engine.record import Memory, Ranges, Record
 from zft.engine.schedule import Fetcher, Order
-from zft.engine.unit import Codec, ParamGroup, Unit
+from zft.engine.unit import Codec, ParamGroup
 from zft.engine.unshard import Sharder
 from zft.engine.update import Updater
 from zft.optim.rules import make_rule

@@ -79,7 +79,9 @@ class Record:
         return rows
 
     def tier_of(self, field: str, config: EngineConfig) -> Tier:
-        return {"hi": config.param_tier, "grad": config.grad_tier, "partial": config.grad_tier}.get(field, config.state_tier)
+        return {"hi": config.param_tier, "grad": config.grad_tier, "partial": config.grad_tier}.get(
+            field, config.state_tier
+        )
 
     def nvme_bytes(self, config: EngineConfig) -> int:
         """Bytes of this record's file; 0 when nothing of it is on NVMe."""
@@ -101,7 +103,9 @@ class Record:
                 crosses = name in ("hi", "grad")
                 self.slabs[name] = MemorySlab(memory.zeros(numel, dtype, tier, crosses), tier)
 
-    def allocate_partial(self, config: EngineConfig, folder: NvmeFolder | None, memory: Memory, traffic: Traffic) -> Slab:
+    def allocate_partial(
+        self, config: EngineConfig, folder: NvmeFolder | None, memory: Memory, traffic: Traffic
+    ) -> Slab:
         """The float32 partial gradient of several waves or visits, made when first needed."""
         if "partial" not in self.slabs:
             numel = self.ranges.grad_numel
@@ -109,5 +113,7 @@ class Record:
                 file = folder.create(f"{self.group.name}.partial", round_up(numel * 4, PAGE_BYTES))
                 self.slabs["partial"] = FileSlab(file, 0, torch.float32, traffic)
             else:
-                self.slabs["partial"] = MemorySlab(memory.zeros(numel, torch.float32, config.grad_tier), config.grad_tier)
+                self.slabs["partial"] = MemorySlab(
+                    memory.zeros(numel, torch.float32, config.grad_tier), config.grad_tier
+                )
         return self.slabs["partial"]

@@ -16,7 +16,7 @@ import torch
 
 from zft.config import EngineConfig, Nonfinite, Precision, ZftError
 from zft.engine.backward import is_plain_embedding, trained
-from zft.engine.gate import Mode, Objective, Pass
+from zft.engine.gate import Mode, Pass
 from zft.engine.parts import Parts
 from zft.engine.tape import Tape
 from zft.engine.unit import Pending, Unit
@@ -75,7 +75,9 @@ class Stepper:
         exact = config.precision is not Precision.fp16
         return config.max_grad_norm is None and config.nonfinite is Nonfinite.raise_ and exact
 
-    def step(self, micro_batches: list[dict[str, torch.Tensor]], lr: float | None, loss_fn: LossFn | None) -> StepResult:
+    def step(
+        self, micro_batches: list[dict[str, torch.Tensor]], lr: float | None, loss_fn: LossFn | None
+    ) -> StepResult:
         """See Engine.step."""
         parts, started = self.parts, time.perf_counter()
         self.check_usable()
@@ -110,7 +112,9 @@ class Stepper:
             totals = self._count(micro_batches, None, allow_empty=True)
             size = self.config.wave or max(len(micro_batches), 1)
             for wave in range(totals.waves):
-                rows = [self._micro_batch(i, mb, None) for i, mb in enumerate(micro_batches)][wave * size : (wave + 1) * size]
+                rows = [self._micro_batch(i, mb, None) for i, mb in enumerate(micro_batches)][
+                    wave * size : (wave + 1) * size
+                ]
                 with torch.no_grad():
                     self._forward(rows, Pass(Tape(), parts.objective, 1.0), Mode.EVALUATE)
                 totals.loss_sum += sum(float(mb.loss_sum) for mb in rows)
@@ -141,7 +145,9 @@ class Stepper:
             "step_count": self.step_count,
             "attempt_count": self.attempt_count,
             "skipped_count": self.skipped_count,
-            "missed": {s.name: n for g in self.parts.records for s, n in zip(g.layout.spans, g.missed, strict=True) if n},
+            "missed": {
+                s.name: n for g in self.parts.records for s, n in zip(g.layout.spans, g.missed, strict=True) if n
+            },
             "loss_scale": scaler.state_dict() if scaler is not None else None,
         }
 
@@ -167,7 +173,9 @@ class Stepper:
         if most == 0:
             raise ZftError("step got no micro-batches on any rank; pass at least one")
         if loss_fn is None and total == 0 and not allow_empty:
-            raise ZftError("no token of this step is supervised (every label is -100); check the data's mask and truncation")
+            raise ZftError(
+                "no token of this step is supervised (every label is -100); check the data's mask and truncation"
+            )
         return Totals(math.ceil(most / (self.config.wave or most)), total)
 
     def _waves(self, micro_batches: list[dict], totals: Totals, loss_fn: LossFn | None) -> None:
@@ -231,7 +239,9 @@ class Stepper:
         later = (visit.unit for visit in reversed(wave.tape.visits) if visit.unit.module is not head)
         return next((unit for unit in later if not is_plain_embedding(unit)), None)
 
-    def _losses(self, rows: list[MicroBatch], totals: Totals, loss_fn: LossFn | None, scale: float) -> list[torch.Tensor]:
+    def _losses(
+        self, rows: list[MicroBatch], totals: Totals, loss_fn: LossFn | None, scale: float
+    ) -> list[torch.Tensor]:
         """Add this wave's losses to the totals; the scalars whose graphs have to be walked backwards."""
         roots = []
         for mb in rows:

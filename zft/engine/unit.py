@@ -148,7 +148,9 @@ class ParamGroup:
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """The float32 gradient of one of `live` or `meta`, of its shape, to be added to by hand; marks it used."""
-        index = next(i for i, pair in enumerate(zip(self.live, self.meta, strict=True)) if any(p is parameter for p in pair))
+        index = next(
+            i for i, pair in enumerate(zip(self.live, self.meta, strict=True)) if any(p is parameter for p in pair)
+        )
         self.used[index] = True
         return self._grad_view(self.grad_flat, self.layout.spans[index])
 

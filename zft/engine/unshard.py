@@ -21,8 +21,12 @@ class Sharder:
         self.records, self.fetcher, self.world, self.record = records, fetcher, world, record
         groups = list(records)
         make = maker(world.device)
-        self.slots = BufferPool(max((g.layout.padded_numel * g.compute_dtype.itemsize for g in groups), default=0), make)
-        self.gathered = BufferPool(max((g.entries(g.layout.padded_numel) * g.hi_dtype.itemsize for g in groups), default=0), make)
+        self.slots = BufferPool(
+            max((g.layout.padded_numel * g.compute_dtype.itemsize for g in groups), default=0), make
+        )
+        self.gathered = BufferPool(
+            max((g.entries(g.layout.padded_numel) * g.hi_dtype.itemsize for g in groups), default=0), make
+        )
         self.held: dict[ParamGroup, Staged] = {}
 
     def unshard(self, unit: Unit) -> None:

@@ -33,13 +33,17 @@ class Updater:
         self.pool = ThreadPoolExecutor(self.workers, thread_name_prefix="zft-update")
         self.staging = threading.local()
 
-    def run(self, record: Record, pending: Pending, grad: torch.Tensor | None = None, hi_out: torch.Tensor | None = None) -> None:
+    def run(
+        self, record: Record, pending: Pending, grad: torch.Tensor | None = None, hi_out: torch.Tensor | None = None
+    ) -> None:
         """Apply `pending` to the record. `grad`: the gradient [state_numel] if it is not in its slab.
 
         `hi_out` [hi_numel]: also leave the updated weights here (only where the weights' slab is not resident).
         """
         chunks, lock = iter(self._chunks(record)), threading.Lock()
-        jobs = [self.pool.submit(self._work, chunks, lock, (record, pending, grad, hi_out)) for _ in range(self.workers)]
+        jobs = [
+            self.pool.submit(self._work, chunks, lock, (record, pending, grad, hi_out)) for _ in range(self.workers)
+        ]
         errors = [error for job in jobs if (error := job.exception())]
         if errors:
             raise errors[0]

@@ -146,7 +146,9 @@ def check_tied(model: nn.Module, config: Any) -> None:
 def check_rows(model: nn.Module, config: Any, method: MethodConfig) -> None:
     """Raises ZftError for an adapter that was trained with more tokens than the model has rows for."""
     indices = config.trainable_token_indices or {}
-    last = max((row for rows in (indices.values() if isinstance(indices, dict) else [indices]) for row in rows), default=-1)
+    last = max(
+        (row for rows in (indices.values() if isinstance(indices, dict) else [indices]) for row in rows), default=-1
+    )
     rows = model.get_input_embeddings().weight.shape[0]
     if last >= rows:
         raise ZftError(

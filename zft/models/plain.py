@@ -25,7 +25,9 @@ def check_unwrapped(model: nn.Module) -> None:
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """No key-value cache by default: a loss_fn that doesn't say use_cache=False would get one from the model's config."""
-    found = {id(config): config for m in model.modules() if getattr(config := getattr(m, "config", None), "use_cache", False)}
+    found = {
+        id(config): config for m in model.modules() if getattr(config := getattr(m, "config", None), "use_cache", False)
+    }
     for config in found.values():
         config.use_cache = False
     try:

@@ -40,7 +40,7 @@ def line_chart(title: str, lines: list[Line], unit: str = "") -> str:
     for mark in marks:
         _, y = place(x_low, mark)
         parts.append(f"<line class=grid x1={LEFT} x2={WIDTH - 12} y1={y:.1f} y2={y:.1f} />")
-        parts.append(f'<text class=tick x={LEFT - 6} y={y + 4:.1f} text-anchor=end>{short(mark)}</text>')
+        parts.append(f"<text class=tick x={LEFT - 6} y={y + 4:.1f} text-anchor=end>{short(mark)}</text>")
     for x, anchor in ((x_low, "start"), (x_high, "end")):
         across = place(x, y_low)[0]
         parts.append(f"<text class=tick x={across:.1f} y={HEIGHT - 6} text-anchor={anchor}>step {x:.0f}</text>")
@@ -135,7 +135,9 @@ def timeline(steps: list[Span], spans: list[Span], longest: str) -> str:
     parts, y = [], 20
     for step in steps:
         x = left + (step.start_s - start) * scale
-        parts.append(f"<text class=tick x={x + 4:.1f} y=13>{escape(step.name)}, {step.end_s - step.start_s:.3g} s</text>")
+        parts.append(
+            f"<text class=tick x={x + 4:.1f} y=13>{escape(step.name)}, {step.end_s - step.start_s:.3g} s</text>"
+        )
         parts.append(f"<line class=edge x1={x:.1f} x2={x:.1f} y1=2 y2={y + row * (len(lanes) + 1) + 8} />")
     for lane in [*lanes, "critical path"]:
         is_path = lane == "critical path"

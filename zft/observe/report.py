@@ -48,7 +48,8 @@ def add_facts(folder: Path, **facts: object) -> None:
 def read_facts(folder: Path) -> dict:
     """FACTS, with PLAN as `planned`."""
     facts, plan = (
-        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in (folder / FACTS, folder / PLAN)
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        for path in (folder / FACTS, folder / PLAN)
     )
     return {"planned": plan} | facts
 
@@ -137,7 +138,10 @@ def _curves(metrics: list[dict]) -> str:
 
     loss = [Line("loss", "s-blue", points("loss"))]
     if len(metrics) > 30:
-        loss = [Line("each step", "s-faint", points("loss")), Line("mean of the last 5 %", "s-blue", smoothed(points("loss")))]
+        loss = [
+            Line("each step", "s-faint", points("loss")),
+            Line("mean of the last 5 %", "s-blue", smoothed(points("loss"))),
+        ]
     if points("eval_loss"):
         loss.append(Line("held-out data", "s-orange", points("eval_loss")))
     charts = [
@@ -231,7 +235,8 @@ def _data(data: dict | None) -> str:
         for row in data["histogram"]
     )
     sample = "".join(
-        f"<mark>{escape(piece['text'])}</mark>" if piece["supervised"] else escape(piece["text"]) for piece in data["sample"]
+        f"<mark>{escape(piece['text'])}</mark>" if piece["supervised"] else escape(piece["text"])
+        for piece in data["sample"]
     )
     legend = "<p class=sub><mark>Marked</mark> text is trained on.</p>"
     shown = f"<details open><summary>A sequence</summary>{legend}<pre>{sample}</pre></details>"

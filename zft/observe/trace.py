@@ -86,7 +86,15 @@ def events(steps: list[Span], spans: list[Span]) -> Iterator[dict]:
             yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
             for span in row:
                 start_us, length_us = (span.start_s - zero) * 1e6, (span.end_s - span.start_s) * 1e6
-                yield {"ph": "X", "pid": 0, "tid": thread, "cat": lane, "name": span.name, "ts": start_us, "dur": length_us}
+                yield {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": thread,
+                    "cat": lane,
+                    "name": span.name,
+                    "ts": start_us,
+                    "dur": length_us,
+                }
             thread += 1
 
 

@@ -62,7 +62,9 @@ class Plan:
 
     @cached_property
     def traffic(self) -> StepTraffic:
-        return step_traffic(self.shape, self.config, self.world, (self.batch.waves(self.config.wave), self.batch.tokens))
+        return step_traffic(
+            self.shape, self.config, self.world, (self.batch.waves(self.config.wave), self.batch.tokens)
+        )
 
     @property
     def rooms(self) -> dict[Tier, int]:
@@ -100,7 +102,10 @@ class Plan:
             "ranks": self.world.size,
             "placement": {
                 "stage": self.config.stage,
-                **{name: str(getattr(self.config, name)) for name in ("param_tier", "state_tier", "grad_tier", "activation")},
+                **{
+                    name: str(getattr(self.config, name))
+                    for name in ("param_tier", "state_tier", "grad_tier", "activation")
+                },
             },
             "fits": self.fits,
             "short_bytes": {str(tier): lack for tier, lack in self.short.items()},
@@ -193,7 +198,11 @@ def refusal(plans: list[Plan], run: RunConfig, shape_for: ShapeFor | None) -> st
         f"fit: the nearest placement ({nearest.placement}) needs {lacks} on {nearest.rates.name}"
     )
     advice = nearest_setting(run, nearest.world, nearest.rates, shape_for) if shape_for else None
-    return f"{line}; {advice} would fit" if advice else f"{line}; no setting known to zft would fit: use more ranks or a smaller model"
+    return (
+        f"{line}; {advice} would fit"
+        if advice
+        else f"{line}; no setting known to zft would fit: use more ranks or a smaller model"
+    )
 
 
 def nearest_setting(run: RunConfig, world: World, rates: Rates, shape_for: ShapeFor) -> str | None:
@@ -226,7 +235,9 @@ def changes(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     if full:
         steps.append(("activation=full", lambda r: _engine(r, activation=Activation.full)))
     if run.engine.activation is not Activation.offload:
-        steps.append(("activation=offload", lambda r: _engine(r, activation=Activation.offload, activation_tier=Tier.cpu)))
+        steps.append(
+            ("activation=offload", lambda r: _engine(r, activation=Activation.offload, activation_tier=Tier.cpu))
+        )
     nvme = {"activation": Activation.offload, "activation_tier": Tier.nvme}
     steps.append(("activation=offload engine.activation_tier=nvme", lambda r: _engine(r, **nvme)))
     if run.train.micro_batch_size > 1:

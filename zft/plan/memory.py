@@ -140,7 +140,9 @@ def _pools(memory: Memory, shape: ModelShape, config: EngineConfig, world: World
     if narrow:
         memory.add(Tier.device, "unsharded unit", at_once(full) + staying(full))
     if sharded:
-        memory.add(Tier.device, "gathered weights", at_once(lambda g: g.hi_size(g.padded_numel), visits=1 if narrow else 2))
+        memory.add(
+            Tier.device, "gathered weights", at_once(lambda g: g.hi_size(g.padded_numel), visits=1 if narrow else 2)
+        )
     if cuda and config.param_tier is not Tier.device:
         memory.add(Tier.device, "weights on their way", at_once(staged, visits=2) + (0 if narrow else staying(staged)))
     if config.param_tier is Tier.nvme:
@@ -150,7 +152,11 @@ def _pools(memory: Memory, shape: ModelShape, config: EngineConfig, world: World
     if cuda:
         memory.add(Tier.device, "gradient on its way", at_once(grad, trained=True))
     if world.mesh.shard > 1:
-        memory.add(Tier.device, "reduced gradient", at_once(lambda g: g.ranges(config.stage, world).grad_numel * 4, trained=True))
+        memory.add(
+            Tier.device,
+            "reduced gradient",
+            at_once(lambda g: g.ranges(config.stage, world).grad_numel * 4, trained=True),
+        )
     if config.grad_tier is Tier.nvme or is_immediate(config):
         memory.add(Tier.cpu, "staged gradients", 2 * max(map(grad, shape.groups), default=0))
     memory.add(Tier.cpu, "update staging", _update_staging(shape, config))

@@ -86,7 +86,9 @@ def update_rate(seconds: float = 0.3, numel: int = 8 << 20) -> float:
 
     def part(start: int) -> None:
         end = min(start + chunk, numel)
-        rule.update({k: v[start:end] for k, v in views.items()}, grad[start:end], Segments.whole(end - start), Hyper(1, 1e-5))
+        rule.update(
+            {k: v[start:end] for k, v in views.items()}, grad[start:end], Segments.whole(end - start), Hyper(1, 1e-5)
+        )
 
     with ThreadPoolExecutor(cores) as pool:
         return moved / typical_s(lambda: list(pool.map(part, range(0, numel, chunk))), seconds)
@@ -94,7 +96,10 @@ def update_rate(seconds: float = 0.3, numel: int = 8 << 20) -> float:
 
 def bus_rates(device: torch.device, seconds: float = 0.2, size: int = 256 * MIB) -> tuple[float, float]:
     """(host to device, device to host) bytes/s with pinned memory."""
-    host, there = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8, device=device)
+    host, there = (
+        torch.empty(size, dtype=torch.uint8, pin_memory=True),
+        torch.empty(size, dtype=torch.uint8, device=device),
+    )
 
     def timed(target: torch.Tensor, source: torch.Tensor) -> float:
         def work() -> None:
@@ -112,7 +117,10 @@ def nvme_rates(folder: Path, size: int = 256 * MIB, threads: int = 4, rounds: in
     Raises ZftError where the folder can't be used.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".zft-probe-") as inside, NvmeFolder(inside, threads=threads) as nvme:
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=".zft-probe-") as inside,
+        NvmeFolder(inside, threads=threads) as nvme,
+    ):
         nvme.require_free(2 * size)
         file = nvme.create("probe", size)
         buffer = aligned_empty(size)
@@ -120,7 +128,11 @@ def nvme_rates(folder: Path, size: int = 256 * MIB, threads: int = 4, rounds: in
         parts = [(at, buffer[at : at + 8 * MIB]) for at in range(0, size, 8 * MIB)]
         write = [_timed(lambda: wait_all([file.write(at, part) for at, part in parts])) for _ in range(rounds)]
         read = [_timed(lambda: wait_all([file.read(at, part) for at, part in parts])) for _ in range(rounds)]
-        return {"write": size / sorted(write)[rounds // 2], "read": size / sorted(read)[rounds // 2], "direct": nvme.direct}
+        return {
+            "write": size / sorted(write)[rounds // 2],
+            "read": size / sorted(read)[rounds // 2],
+            "direct": nvme.direct,
+        }
 
 
 def buffered_rates(folder: Path, size: int = 256 * MIB) -> dict[str, float]:

@@ -26,7 +26,9 @@ def plan_run(run: RunConfig, ranks: int | None = None) -> Choice:
     return choose(run, shape_for(run, world), world, rates, shape_for)
 
 
-def place(run: RunConfig, model: nn.Module, world: World, lengths: Lengths | None = None) -> tuple[RunConfig, Plan | None]:
+def place(
+    run: RunConfig, model: nn.Module, world: World, lengths: Lengths | None = None
+) -> tuple[RunConfig, Plan | None]:
     """The run with the tiers that it left open, and its plan (on rank 0): of the model at hand, for the ranks that there are.
 
     Collective. Raises ZftError on every rank where nothing fits.

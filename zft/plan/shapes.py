@@ -152,7 +152,11 @@ def shape_of(model: nn.Module, config: EngineConfig, world: World) -> ModelShape
         for unit in units:
             kind = Kind.HEAD if unit.module is anatomy.head else _kind(unit)
             own, borrowed = (tuple(known[g] for g in groups) for groups in (unit.groups, unit.borrowed))
-            made.append(UnitShape(unit.name, kind, own, borrowed, _matmul_numel(own + borrowed, kind, active_share(model.config))))
+            made.append(
+                UnitShape(
+                    unit.name, kind, own, borrowed, _matmul_numel(own + borrowed, kind, active_share(model.config))
+                )
+            )
         rest = tuple(known[g] for g in leftovers.groups)
     name = getattr(model.config, "name_or_path", "") or type(model).__name__
     layers = sum(unit.kind is Kind.LAYER for unit in made)
@@ -218,4 +222,3 @@ def dims_of(config: Any, layers: int) -> Dims:
 def _first(config: Any, *names: str) -> Any:
     found = (getattr(config, name, None) for name in names)
     return next((value for value in found if value is not None), None)
-

@@ -45,7 +45,9 @@ def memory_table(plan: Plan) -> Table:
             table.add_row(title if place == 0 else "", item, f"{count / GIB:.3f}")
         total = memory.total(tier)
         style = "bold red" if tier in plan.short else "bold"
-        table.add_row("", Text(f"total, of {room / GIB:,.1f} free", style=style), Text(f"{total / GIB:.3f}", style=style))
+        table.add_row(
+            "", Text(f"total, of {room / GIB:,.1f} free", style=style), Text(f"{total / GIB:.3f}", style=style)
+        )
     return table
 
 
@@ -88,7 +90,14 @@ def placements_table(plans: list[Plan]) -> Table:
         sizes = [f"{plan.memory.total(tier) / GIB:.2f}" for tier in (Tier.device, Tier.cpu, Tier.nvme)]
         short = ", ".join(f"{tier} short by {bytes_text(lack)}" for tier, lack in plan.short.items())
         wear = f"{plan.traffic.total.nvme_write / GIB:.2f}"
-        row = (plan.placement, *sizes, f"{plan.time.seconds:.3g}", plan.time.limit, wear, short or ("chosen" if place == 0 else ""))
+        row = (
+            plan.placement,
+            *sizes,
+            f"{plan.time.seconds:.3g}",
+            plan.time.limit,
+            wear,
+            short or ("chosen" if place == 0 else ""),
+        )
         table.add_row(*row, style="dim" if short else "")
     return table
 
@@ -96,7 +105,11 @@ def placements_table(plans: list[Plan]) -> Table:
 def against(plan: Plan, step_s: float, peak_bytes: dict[str, int]) -> str:
     """Plan and measurement in one line. peak_bytes: host_rss, device, nvme, as `Engine.peak_bytes` gives them."""
     parts = [_pair("step", plan.time.seconds, step_s, "s")]
-    for tier, name, key in ((Tier.device, "device", "device"), (Tier.cpu, "host", "host_rss"), (Tier.nvme, "nvme", "nvme")):
+    for tier, name, key in (
+        (Tier.device, "device", "device"),
+        (Tier.cpu, "host", "host_rss"),
+        (Tier.nvme, "nvme", "nvme"),
+    ):
         planned, measured = plan.memory.total(tier), peak_bytes[key]
         if planned or measured:
             parts.append(_pair(name, planned / GIB, measured / GIB, "GiB"))

@@ -14,7 +14,15 @@ from zft.plan.memory import Batch, graph_bytes
 from zft.plan.rates import Rates
 from zft.plan.shapes import GroupShape, Kind, ModelShape, UnitShape
 from zft.plan.traffic import (
-    Bytes, StepTraffic, backward_units, carrying_units, fetch, finish, is_immediate, step_traffic, update,
+    Bytes,
+    StepTraffic,
+    backward_units,
+    carrying_units,
+    fetch,
+    finish,
+    is_immediate,
+    step_traffic,
+    update,
 )  # fmt: skip
 
 GRADIENT_ADD_BYTES = 20
@@ -57,9 +65,7 @@ class StepTime:
         return max(self.forward, self.backward, key=lambda phase: phase.seconds).limit
 
 
-def time_of(
-    shape: ModelShape, config: EngineConfig, world: World, batch: Batch, rates: Rates
-) -> StepTime:
+def time_of(shape: ModelShape, config: EngineConfig, world: World, batch: Batch, rates: Rates) -> StepTime:
     """Seconds of one step of one rank."""
     traffic = step_traffic(shape, config, world, (batch.waves(config.wave), batch.tokens))
     products = _products(shape, config, batch, rates)
@@ -70,7 +76,10 @@ def time_of(
     for name in ("forward", "backward"):
         moved = getattr(traffic, name)
         has_updates = (name == "backward") is immediate
-        busy = {"compute": products[name], "nvme": moved.nvme_read / rates.nvme_read + moved.nvme_write / rates.nvme_write}
+        busy = {
+            "compute": products[name],
+            "nvme": moved.nvme_read / rates.nvme_read + moved.nvme_write / rates.nvme_write,
+        }
         memory = updates / rates.update if has_updates else 0.0
         host_bytes = moved.nvme_read + moved.nvme_write + moved.h2d + moved.d2h
         if rates.is_gpu:
@@ -90,7 +99,9 @@ def _products(shape: ModelShape, config: EngineConfig, batch: Batch, rates: Rate
     dims, reached = shape.dims, backward_units(shape)
     carrying = carrying_units(shape)
     speed = rates.flops(dims.hidden)
-    attention = 2.0 * (batch.mean_len or batch.seq_len) * dims.heads * dims.head_dim  # a token, a layer; causal: half of 4 T
+    attention = (
+        2.0 * (batch.mean_len or batch.seq_len) * dims.heads * dims.head_dim
+    )  # a token, a layer; causal: half of 4 T
     forward = backward = 0.0
     for unit in shape.units:
         numel, trained = unit.matmul_numel, _trained_share(unit)
@@ -133,7 +144,11 @@ def _copies(shape: ModelShape, config: EngineConfig, world: World, batch: Batch,
     for unit in shape.units:
         is_head, twice = unit.kind is Kind.HEAD, unit.kind in (Kind.LAYER, Kind.LOOKUP)
         if phase == "forward" or (twice and unit in reached):
-            wide = sum(g.hi_size(g.padded_numel) + g.padded_numel * g.compute_bytes for g in unit.needed if g.hi_bytes != g.compute_bytes)
+            wide = sum(
+                g.hi_size(g.padded_numel) + g.padded_numel * g.compute_bytes
+                for g in unit.needed
+                if g.hi_bytes != g.compute_bytes
+            )
             total += wide * waves
         if (phase == "forward") is is_head and unit in reached:
             trained = sum(g.padded_numel for g in unit.needed if g.trainable)
@@ -149,7 +164,9 @@ def _collectives(shape: ModelShape, config: EngineConfig, world: World, waves: i
     if ranks == 1 or config.stage == 0 and world.size == 1:
         return {"forward": 0.0, "backward": 0.0}
     speed, away = (rates.d2h if rates.is_gpu else rates.dram / 4), (ranks - 1) / ranks
-    gathered = sum(g.hi_size(g.padded_numel) for u in shape.units for g in u.needed) * (config.stage == 3) * waves * away
+    gathered = (
+        sum(g.hi_size(g.padded_numel) for u in shape.units for g in u.needed) * (config.stage == 3) * waves * away
+    )
     reduced = sum(g.padded_numel * 4 for g in shape.groups if g.trainable and not g.replicated) * waves * away
     return {"forward": gathered / speed, "backward": (gathered + reduced * (1 if config.stage >= 2 else 2)) / speed}
 

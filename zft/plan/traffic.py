@@ -1,10 +1,10 @@
 """Traffic as sums over visits, in payload bytes: what the engine's counters must show, row by row.
 
-    a wave: every unit forward, every unit backward   (head: one visit; plain embedding: no weights in the backward pass)
-    unshard                    h2d hi                 nvme_read hi
-    first unshard of a step    the pending update     nvme_read hi lo m v (g), nvme_write hi lo m v; leaves hi in place
-    gradient finished          d2h g                  nvme_write g
-    gradient parked            d2h float32            nvme_write float32, and back at the next visit
+a wave: every unit forward, every unit backward   (head: one visit; plain embedding: no weights in the backward pass)
+unshard                    h2d hi                 nvme_read hi
+first unshard of a step    the pending update     nvme_read hi lo m v (g), nvme_write hi lo m v; leaves hi in place
+gradient finished          d2h g                  nvme_write g
+gradient parked            d2h float32            nvme_write float32, and back at the next visit
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class StepTraffic:
 
 def is_immediate(config: EngineConfig) -> bool:
     """Do updates run in the backward pass? (zft.engine.step.Stepper.immediate)"""
-    return config.max_grad_norm is None and config.nonfinite is Nonfinite.raise_ and config.precision is not Precision.fp16
+    return (
+        config.max_grad_norm is None and config.nonfinite is Nonfinite.raise_ and config.precision is not Precision.fp16
+    )
 
 
 def step_traffic(

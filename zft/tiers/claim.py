@@ -37,13 +37,17 @@ def acquire(path: Path, folder: Path) -> int:
             if gone is not None:
                 raise _unusable(path, gone) from gone
             holder = _holder(folder)
-            raise ZftError(f"nvme_dir {path} is in use by another run (process {holder}); "
-                           "wait for it to end or set another nvme_dir")
+            raise ZftError(
+                f"nvme_dir {path} is in use by another run (process {holder}); "
+                "wait for it to end or set another nvme_dir"
+            )
         time.sleep(0.05)
 
 
 def _unusable(path: Path, error: OSError) -> ZftError:
-    return ZftError(f"nvme_dir {path} cannot be used ({error.strerror}: {error.filename}); set nvme_dir to a folder you can write to")
+    return ZftError(
+        f"nvme_dir {path} cannot be used ({error.strerror}: {error.filename}); set nvme_dir to a folder you can write to"
+    )
 
 
 def _try_lock(folder: Path) -> int | None:

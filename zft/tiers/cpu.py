@@ -48,8 +48,10 @@ class Arena:
             address = self._buffer.data_ptr()
             status = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
             if status != 0:
-                raise ZftError(f"could not pin {self.nbytes} bytes of host memory (cudaHostRegister: {status}); "
-                               "set engine.pin_memory=false")
+                raise ZftError(
+                    f"could not pin {self.nbytes} bytes of host memory (cudaHostRegister: {status}); "
+                    "set engine.pin_memory=false"
+                )
             # the closure keeps the mapping alive until it is unregistered
             self._unpin = weakref.finalize(self, _unregister, self._buffer)
 

@@ -35,11 +35,21 @@ class NvmeFolder:
     Raises ZftError if the folder cannot be created, written or is in use, and on Windows.
     """
 
-    def __init__(self, path: str | Path, rank: int = 0, threads: int = 4, *,
-                 preadv: Callable | None = None, pwritev: Callable | None = None, recorder: Recorder = unrecorded):
+    def __init__(
+        self,
+        path: str | Path,
+        rank: int = 0,
+        threads: int = 4,
+        *,
+        preadv: Callable | None = None,
+        pwritev: Callable | None = None,
+        recorder: Recorder = unrecorded,
+    ):
         if claim.fcntl is None:
-            raise ZftError("the nvme tier needs Linux, WSL2 or macOS, got Windows; "
-                           "set param_tier, state_tier and grad_tier to device or cpu")
+            raise ZftError(
+                "the nvme tier needs Linux, WSL2 or macOS, got Windows; "
+                "set param_tier, state_tier and grad_tier to device or cpu"
+            )
         self.path = Path(path)
         self.folder = self.path / f"rank-{rank}"
         self._preadv = preadv or os.preadv
@@ -53,8 +63,9 @@ class NvmeFolder:
         self.read_bytes = 0
         self.write_bytes = 0
         # also runs at interpreter exit, and holds no reference to self
-        self._cleanup = weakref.finalize(self, _release, os.getpid(), self._pool, self._open, lock_fd, self.folder,
-                                         self.path if created else None)
+        self._cleanup = weakref.finalize(
+            self, _release, os.getpid(), self._pool, self._open, lock_fd, self.folder, self.path if created else None
+        )
         try:
             claim.remove_leftovers(self.folder)
             if rank == 0:
@@ -62,19 +73,25 @@ class NvmeFolder:
             self.direct = not in_memory(self.folder) and direct_works(self.folder)
         except OSError as error:
             self.close()
-            raise ZftError(f"nvme_dir {self.path} is not usable ({error.strerror}); "
-                           "set nvme_dir to a folder you can write to") from error
+            raise ZftError(
+                f"nvme_dir {self.path} is not usable ({error.strerror}); set nvme_dir to a folder you can write to"
+            ) from error
         if not self.direct and str(self.path) not in _warned_buffered:
             _warned_buffered.add(str(self.path))
-            warnings.warn(f"nvme_dir {self.path} is on a filesystem in memory or without direct I/O: it uses memory "
-                          "beyond the plan; set nvme_dir to a disk", stacklevel=2)
+            warnings.warn(
+                f"nvme_dir {self.path} is on a filesystem in memory or without direct I/O: it uses memory "
+                "beyond the plan; set nvme_dir to a disk",
+                stacklevel=2,
+            )
 
     def require_free(self, nbytes: int) -> None:
         """Raises ZftError unless `nbytes` more fit on the filesystem."""
         free = shutil.disk_usage(self.path).free
         if nbytes > free:
-            raise ZftError(f"nvme_dir {self.path} needs {nbytes} bytes ({nbytes / 2**30:.2f} GiB) and has {free} free "
-                           f"({free / 2**30:.2f} GiB); free space or set nvme_dir to a larger disk")
+            raise ZftError(
+                f"nvme_dir {self.path} needs {nbytes} bytes ({nbytes / 2**30:.2f} GiB) and has {free} free "
+                f"({free / 2**30:.2f} GiB); free space or set nvme_dir to a larger disk"
+            )
 
     def create(self, name: str, nbytes: int) -> NvmeFile:
         """A new file with room for `nbytes`, allocated now so that a full disk shows here (ZftError)."""
@@ -116,8 +133,10 @@ class NvmeFile:
             os.close(self._fd)
             path.unlink()
             free = shutil.disk_usage(folder.path).free
-            raise ZftError(f"could not allocate {nbytes} bytes in {path} ({error.strerror}, {free} bytes free); "
-                           "free space or set nvme_dir to a larger disk") from error
+            raise ZftError(
+                f"could not allocate {nbytes} bytes in {path} ({error.strerror}, {free} bytes free); "
+                "free space or set nvme_dir to a larger disk"
+            ) from error
 
     def read(self, offset: int, buf: torch.Tensor | np.ndarray, payload_bytes: int | None = None) -> Future:
         """Fills `buf` from `offset` (a multiple of PAGE). The future's result is the payload's bytes."""
@@ -170,16 +189,24 @@ class NvmeFile:
             try:
                 moved = call(self._fd, _rest(buffers, done), at)
             except OSError as error:
-                raise OSError(error.errno, f"nvme {verb} of {total - done} bytes at offset {at} failed: "
-                              f"{os.strerror(error.errno or errno.EIO)}", str(self.path)) from error
+                raise OSError(
+                    error.errno,
+                    f"nvme {verb} of {total - done} bytes at offset {at} failed: "
+                    f"{os.strerror(error.errno or errno.EIO)}",
+                    str(self.path),
+                ) from error
             if moved <= 0:
-                raise OSError(errno.EIO, f"nvme {verb} at offset {at} moved {moved} of {total - done} bytes",
-                              str(self.path))
+                raise OSError(
+                    errno.EIO, f"nvme {verb} at offset {at} moved {moved} of {total - done} bytes", str(self.path)
+                )
             # direct I/O continues at page boundaries only: move the last partial page again
             done = done + moved if done + moved >= total else (done + moved) // PAGE * PAGE
             if moved < PAGE and done < total:
-                raise OSError(errno.EIO, f"nvme {verb} at offset {at} stopped after {moved} of {total - done} bytes",
-                              str(self.path))
+                raise OSError(
+                    errno.EIO,
+                    f"nvme {verb} at offset {at} stopped after {moved} of {total - done} bytes",
+                    str(self.path),
+                )
 
 
 def wait_all(futures: Iterable[Future]) -> int:
@@ -246,8 +273,14 @@ def _rest(buffers: list[memoryview], done: int) -> list[memoryview]:
     return rest
 
 
-def _release(pid: int, pool: ThreadPoolExecutor, files: dict[str, tuple[int, Path]], lock_fd: int, folder: Path,
-             created: Path | None) -> None:
+def _release(
+    pid: int,
+    pool: ThreadPoolExecutor,
+    files: dict[str, tuple[int, Path]],
+    lock_fd: int,
+    folder: Path,
+    created: Path | None,
+) -> None:
     if os.getpid() != pid:
         return  # a forked child must not delete its parent's files
     # the pool's own thread gets here when its request held the last reference, so that none is left to wait for

@@ -1,8 +1,8 @@
 """Which checkpoints a run has, which one is newest, and which stay.
 
-    checkpoints/step-00000040       complete if its manifest says so
-    checkpoints/step-00000040.old   what was there before, in the moment of replacing it
-    checkpoints/.tmp-step-00000040  being built or removed; never looked at
+checkpoints/step-00000040       complete if its manifest says so
+checkpoints/step-00000040.old   what was there before, in the moment of replacing it
+checkpoints/.tmp-step-00000040  being built or removed; never looked at
 """
 
 from __future__ import annotations

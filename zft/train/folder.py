@@ -123,4 +123,6 @@ def _check_writable(path: Path, key: str) -> None:
         # not os.access: it tells root that /proc is writable
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
-        raise ZftError(f"{key} is not writable, got {path} ({error.strerror}); choose a folder that you may write to") from None
+        raise ZftError(
+            f"{key} is not writable, got {path} ({error.strerror}); choose a folder that you may write to"
+        ) from None

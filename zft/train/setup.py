@@ -65,7 +65,11 @@ def placed(run: RunConfig, model: torch.nn.Module, world: World, report: Any) ->
     Raises ZftError, with numbers, where nothing fits.
     """
     whole = report.packs is not None
-    lengths = Lengths(report.seq_len, report.seq_len) if whole else Lengths(int(report.lengths["max"]), report.lengths["mean"])
+    lengths = (
+        Lengths(report.seq_len, report.seq_len)
+        if whole
+        else Lengths(int(report.lengths["max"]), report.lengths["mean"])
+    )
     run, plan = place(run, model, world, lengths)
     check_nvme_dir(run)
     return run, plan
