@@ -28,6 +28,7 @@ PEERS = {
     "zft-nvme": ("zft_peer.py", "nvme", "own", "zft, everything on NVMe"),
     "zft-nvme-immediate": ("zft_peer.py", "nvme-immediate", "own", "zft, everything on NVMe, no clipping"),
     "zft-nvme-offload": ("zft_peer.py", "nvme-offload", "own", "zft, everything and boundary activations on NVMe"),
+    "zft-nvme-lora": ("zft_peer.py", "nvme-lora", "own", "zft, LoRA (rank 16, all linear layers), everything on NVMe"),
     "zft-device": ("zft_peer.py", "device", "own", "zft, everything on the device"),
     "plain-fp32": ("plain_peer.py", "float32", "own", "plain loop, float32"),
     "plain-bf16": ("plain_peer.py", "bfloat16", "own", "plain loop, bfloat16 throughout"),
@@ -205,7 +206,7 @@ def machine_limits(runs: dict[str, list[Watched]], disk: list[dict]) -> list[dic
         return []
     read, write = (statistics.median(rates[key] for rates in disk) for key in ("read", "write"))
     limits = []
-    for name in (name for name in runs if name.startswith("zft-nvme")):
+    for name in (name for name in runs if name.startswith("zft-nvme") and name != "zft-nvme-lora"):
         row = {"peer": name, "what": PEERS[name][3], "step_s": 0.0, "limit_s": 0.0}
         for phase in ("forward", "backward"):
             mine = [step[phase] for each in runs[name] for step in each.steps]

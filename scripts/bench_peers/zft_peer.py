@@ -1,4 +1,4 @@
-"""zft. Variants: nvme, device, nvme-immediate, nvme-offload, or fields of EngineConfig as JSON."""
+"""zft. Variants: nvme, device, nvme-immediate, nvme-offload, nvme-lora, or fields of EngineConfig as JSON."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 from common import arguments, fresh, micro_batches, run_steps  # noqa: E402
 
 from zft.api import Engine, EngineConfig  # noqa: E402
+from zft.config import Method, MethodConfig  # noqa: E402
 
 VARIANTS: dict[str, dict] = {
     "nvme": {},
     "device": dict.fromkeys(("param_tier", "state_tier", "grad_tier"), "device"),
     "nvme-immediate": {"max_grad_norm": None, "nonfinite": "raise"},
     "nvme-offload": {"activation": "offload", "activation_tier": "nvme"},
+    "nvme-lora": {},
 }
 
 
@@ -53,8 +55,9 @@ def main() -> None:
     }
     settings |= json.loads(options.variant) if options.variant.startswith("{") else VARIANTS[options.variant]
     batches = micro_batches(options)
+    method = MethodConfig(Method.lora if options.variant == "nvme-lora" else Method.full)
     phases = Phases()
-    with Engine.from_pretrained(options.model, EngineConfig(**settings), record=phases.record) as engine:
+    with Engine.from_pretrained(options.model, EngineConfig(**settings), record=phases.record, method=method) as engine:
         phases.traffic = engine.parts.traffic
         parameters = sum(p.numel() for p in engine.model.parameters())
 
