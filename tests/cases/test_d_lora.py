@@ -325,7 +325,7 @@ def test_30_all_linear_leaves_the_head_out(arch, count, tmp_path):
         (("layers.1.mlp.up_proj",), {"model.layers.1.mlp.up_proj"}),
         ((r"model\.layers\.0\..*(gate|up)_proj",), {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"}),
     ],
-    ids=str,
+    ids=["several", "head", "suffix", "pattern"],
 )
 def test_30_named_targets_are_exactly_hit(targets, expected, tmp_path):
     """What is named gets an adapter, embedding and head too, by whole parts of its full name, and nothing else does."""
