@@ -13,12 +13,12 @@ import sys
 import typer
 
 from zft import __version__, commands
-from zft.status import guarded
+from zft.status import guarded, leave
 
 
 def entry() -> None:
     """Console script."""
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))
 
 
 def main(args: list[str]) -> int:

@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from zft.config import ZftError
 
@@ -31,6 +32,15 @@ def guarded(action: Callable[[], int | None]) -> int:
         return complain("stopped", STOPPED)
     except Exception as error:
         return _status(error)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process. A rank that failed skips libtorch's destructors: its peers are gone, and they may abort for it."""
+    if status != DONE and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def complain(line: str, status: int) -> int:

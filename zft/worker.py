@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from zft.execute import execute
-from zft.status import DONE, STOPPED, guarded
+from zft.status import DONE, STOPPED, guarded, leave
 from zft.tree import build, read_tree
 
 
@@ -17,4 +17,4 @@ def work(config: str, *resume: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: work(*sys.argv[1:])))
+    leave(guarded(lambda: work(*sys.argv[1:])))
