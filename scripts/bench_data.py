@@ -17,7 +17,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from zft.data import DataOptions, prepare
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from zft.data import DataOptions, prepare  # noqa: E402
 
 SEQ_LEN = 2048
 ROUNDS = 3
