@@ -35,7 +35,7 @@ from zft.train.setup import (
     structure,
     together,
     trained_numel,
-)  # fmt: skip
+)
 
 CONFIG = "pretrain"
 """The file of configs/ that `zft run` composes for this recipe."""
@@ -98,9 +98,6 @@ def main(run: RunConfig, resume: bool = False) -> int:
     if plan is not None:
         say(planned_and_measured(plan, folder, engine.peak_bytes()))
     engine.close()
-    if run.samples:
-        with together(world):
-            if world.is_main:
-                keep_samples(run, base, prepared, tokenizer)
+    keep_samples(run, base, prepared, tokenizer, world)
     say(f"done: {folder.export}")
     return 0

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from measure import ROOT, Watched, caption, circumstances, watch, write_result
 
-sys.path[:0] = [str(ROOT)]
-
 PEERS = {
     # name: (script, variant, whose interpreter, what it is)
     "zft-nvme": ("zft_peer.py", "nvme", "own", "zft, everything on NVMe"),
@@ -34,10 +32,20 @@ PEERS = {
     "plain-bf16": ("plain_peer.py", "bfloat16", "own", "plain loop, bfloat16 throughout"),
     "fsdp2": ("fsdp2_peer.py", "", "own", "FSDP2, one rank"),
     "ds-cpu": ("deepspeed_peer.py", "cpu", "peers", "DeepSpeed ZeRO-3, offloaded to host memory"),
+    "ds-cpu-fp32": ("deepspeed_peer.py", "cpu-float32", "peers", "DeepSpeed ZeRO-3, offloaded to host memory, float32"),
     "ds-nvme-optimizer": ("deepspeed_peer.py", "nvme-optimizer", "peers", "DeepSpeed ZeRO-3, optimizer on NVMe"),
+    "ds-nvme-optimizer-fp32": (
+        "deepspeed_peer.py",
+        "nvme-optimizer-float32",
+        "peers",
+        "DeepSpeed ZeRO-3, optimizer on NVMe, float32",
+    ),
     "ds-nvme-all": ("deepspeed_peer.py", "nvme-all", "peers", "DeepSpeed ZeRO-3, parameters and optimizer on NVMe"),
     "trl": ("trl_peer.py", "", "peers", "TRL SFTTrainer, float32"),
 }
+LIMITED = ("zft-nvme", "zft-nvme-immediate", "zft-nvme-offload")
+"""Peers that compute what zft-device computes, so that its phases are theirs without a disk."""
+PLAIN_COPY = "a plain copy of as many bytes"
 TOKENS = {"135m": 512, "1b1": 256}
 
 
@@ -150,10 +158,8 @@ def steps(options: argparse.Namespace) -> int:
     base = next((row for row in rows if row["peer"] == "zft-nvme" and not row["error"]), None)
     for row in rows:
         if base and not row["error"]:
-            row["time_ratio"], row["memory_ratio"] = (
-                base["step_s"] / row["step_s"],
-                base["peak_bytes"] / row["peak_bytes"],
-            )
+            row["time_ratio"] = base["step_s"] / row["step_s"]
+            row["memory_ratio"] = base["peak_bytes"] / row["peak_bytes"]
     shape = f"{options.micro_batches} × {options.tokens} tokens a step"
     result = {
         **facts,
@@ -206,7 +212,7 @@ def machine_limits(runs: dict[str, list[Watched]], disk: list[dict]) -> list[dic
         return []
     read, write = (statistics.median(rates[key] for rates in disk) for key in ("read", "write"))
     limits = []
-    for name in (name for name in runs if name.startswith("zft-nvme") and name != "zft-nvme-lora"):
+    for name in (name for name in runs if name in LIMITED):
         row = {"peer": name, "what": PEERS[name][3], "step_s": 0.0, "limit_s": 0.0}
         for phase in ("forward", "backward"):
             mine = [step[phase] for each in runs[name] for step in each.steps]
@@ -285,21 +291,17 @@ def load(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """From a checkpoint of a trained state to a Hub folder, beside DeepSpeed's zero_to_fp32.py."""
+    """A trained state to a Hub folder: zft's run and checkpoint, DeepSpeed's zero_to_fp32.py, and a copy of the bytes."""
     model, facts = folder_of(options), circumstances(options.peers_python)
-    ours, theirs = options.inside / "zft-checkpoint", options.inside / "ds-checkpoint"
-    made = watch([sys.executable, "scripts/bench_peers/export_peer.py", "save", str(model), str(ours)])
+    ours, theirs, out = options.inside / "zft-checkpoint", options.inside / "ds-checkpoint", options.inside / "out"
+    peer = [sys.executable, "scripts/bench_peers/export_peer.py"]
+    made = watch([*peer, "save", str(model), str(ours)])
     if made.error:
         sys.exit(f"zft could not save: {made.error}")
     commands = {
-        "zft": [
-            sys.executable,
-            "scripts/bench_peers/export_peer.py",
-            "export",
-            str(model),
-            str(ours),
-            str(options.inside / "out"),
-        ]
+        "zft, from a run on NVMe": [*peer, "run", str(model), str(out)],
+        "zft, from a checkpoint": [*peer, "checkpoint", str(model), str(ours), str(out)],
+        PLAIN_COPY: [*peer, "copy", str(model), str(out)],
     }
     work = options.inside / "ds"
     work.mkdir()
@@ -310,11 +312,11 @@ def export(options: argparse.Namespace) -> int:
     )  # fmt: skip
     script = theirs / "zero_to_fp32.py"
     commands["DeepSpeed zero_to_fp32.py"] = (
-        [options.peers_python, str(script), str(theirs), str(options.inside / "ds-out"), "--safe_serialization"]
+        [options.peers_python, str(script), str(theirs), str(out), "--safe_serialization"]
         if not saved.error
         else ["false"]
     )
-    return compare(options, facts, "exporting a trained checkpoint", commands, saved.error)
+    return compare(options, facts, "exporting what was trained", commands, saved.error)
 
 
 def compare(
@@ -324,8 +326,7 @@ def compare(
     runs: dict[str, list[Watched]] = {name: [] for name in commands}
     for _ in range(max(options.rounds, 1)):
         for name, command in commands.items():
-            for path in (options.inside / "out", options.inside / "ds-out"):
-                shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(options.inside / "out", ignore_errors=True)
             runs[name].append(watch(command, timeout_s=options.timeout))
     rows = []
     for name, done in runs.items():
@@ -333,17 +334,16 @@ def compare(
         inside = [row["seconds"] for each in done for row in each.rows if row.get("event") == "done"]
         rows.append({"peer": name, "error": (error or failed) if failed else "", "seconds": statistics.median(e.seconds for e in done),
                      "inside_s": statistics.median(inside) if inside else None, "peak_bytes": max(e.peak_bytes for e in done)})  # fmt: skip
+    copy = next((row["inside_s"] for row in rows if row["peer"] == PLAIN_COPY), None)
     lines = [
-        f"**{options.model}, {what}** (whole process, with imports)",
-        "",
-        "| | seconds | peak resident GiB |",
-        "|---|---:|---:|",
-    ]
+        f"**{options.model}, {what}** (the whole process with imports, then the work alone)", "",
+        "| | seconds | of these the work | times the copy | peak resident GiB |", "|---|---:|---:|---:|---:|",
+    ]  # fmt: skip
     for row in rows:
-        cells = (
-            f"failed: {row['error']} | " if row["error"] else f"{row['seconds']:.1f} | {row['peak_bytes'] / 2**30:.2f}"
-        )
-        lines.append(f"| {row['peer']} | {cells} |")
+        inside = row["inside_s"]
+        alone, times = f"{inside:.1f}" if inside else "", f"{inside / copy:.2f}" if inside and copy else ""
+        cells = f"{row['seconds']:.1f} | {alone} | {times} | {row['peak_bytes'] / 2**30:.2f}"
+        lines.append(f"| {row['peer']} | {'failed: ' + row['error'] + ' | | |' if row['error'] else cells} |")
     path = write_result(
         options.name,
         {**facts, "command": command_line(), "rows": rows},

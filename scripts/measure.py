@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]  # zft is this checkout's, for this script and those that import it
 
 
 @dataclass
@@ -134,7 +135,6 @@ def last_error(lines: list[str]) -> str:
 
 def circumstances(python: str = sys.executable) -> dict:
     """Hardware, versions and commit, without names of machines or folders."""
-    sys.path[:0] = [str(ROOT)]
     from zft.plan.probe import processor
 
     names = ("torch", "transformers", "deepspeed", "trl", "accelerate", "numba")

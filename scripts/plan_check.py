@@ -17,17 +17,15 @@ import tempfile
 from pathlib import Path
 
 from make_shape import make
-from measure import ROOT, Watched, caption, circumstances, watch, write_result
+from measure import Watched, caption, circumstances, watch, write_result
 
-sys.path[:0] = [str(ROOT)]
-
-from zft.api import checked  # noqa: E402
-from zft.config import EngineConfig, Tier  # noqa: E402
-from zft.plan.here import rates_here  # noqa: E402
-from zft.plan.memory import Batch, memory_of  # noqa: E402
-from zft.plan.shapes import planned_world, shape_of  # noqa: E402
-from zft.plan.step_time import time_of  # noqa: E402
-from zft.precision import resolve_precision  # noqa: E402
+from zft.api import checked
+from zft.config import EngineConfig, Tier
+from zft.plan.here import rates_here
+from zft.plan.memory import Batch, memory_of
+from zft.plan.shapes import planned_world, shape_of
+from zft.plan.step_time import time_of
+from zft.precision import resolve_precision
 
 SHAPES = {
     # name: (shape of make_shape.py, changed fields, micro-batches, tokens)

@@ -38,7 +38,7 @@ GEMMA3N = {
     "activation_sparsity_pattern": [0.5, 0.0],
     "intermediate_size": [48, 48],
 }
-DEEPSEEK = {
+ROUTED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -46,6 +46,9 @@ DEEPSEEK = {
     "topk_group": 1,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
+}
+DEEPSEEK = {
+    **ROUTED,
     "kv_lora_rank": 8,
     "q_lora_rank": 12,
     "qk_nope_head_dim": 8,
@@ -53,16 +56,7 @@ DEEPSEEK = {
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
-GLM4_MOE = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "head_dim": 8,
-}
+GLM4_MOE = {**ROUTED, "head_dim": 8}
 ROPE_LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from zft.compose import find_recipe
 from zft.config import RunConfig, ZftError
-from zft.status import DONE, FAILED, STOPPED, WRONG_INPUT, complain
+from zft.status import DONE, FAILED, STOPPED, WRONG_INPUT, complain, rank_count
 from zft.train.folder import RunFolder
 from zft.tree import build, to_tree
 
 
 def execute(run: RunConfig, resume: bool = False) -> int:
     """Run the recipe; returns the exit status. Nothing is written where the input is wrong (ZftError)."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = rank_count()
     if run.nproc > 1 and ranks == 1:
         from zft.launch import launch
 
@@ -41,7 +41,7 @@ def execute(run: RunConfig, resume: bool = False) -> int:
 
 def compose_for_ranks(make: Callable[[], RunConfig]) -> RunConfig:
     """What `make` returns; under torchrun rank 0 makes it for all, so that they agree (on `out`, for one)."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if rank_count() == 1:
         return make()
     import json
 

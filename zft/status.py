@@ -34,9 +34,14 @@ def guarded(action: Callable[[], int | None]) -> int:
         return _status(error)
 
 
+def rank_count() -> int:
+    """Ranks that torchrun, or `nproc`, started together with this process; 1 by itself."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def leave(status: int) -> NoReturn:
     """End the process. A rank that failed skips libtorch's destructors: its peers are gone, and they may abort for it."""
-    if status != DONE and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if status != DONE and rank_count() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -1,8 +1,16 @@
-"""zft's side of the export: export_peer.py save MODEL CHECKPOINT, then export_peer.py export MODEL CHECKPOINT OUT."""
+"""Exports, each in a process of its own; the last line says how long the export itself took.
+
+export_peer.py save MODEL CHECKPOINT       a checkpoint of a trained state, by an engine on NVMe
+export_peer.py run MODEL OUT               from a live run: everything on NVMe, after a step
+export_peer.py checkpoint MODEL CHECKPOINT OUT   without an engine, as `zft export` does
+export_peer.py copy FOLDER OUT             a plain copy of FOLDER's bytes that are not in the page cache, made durable
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -10,25 +18,62 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
-import torch  # noqa: E402
-
-from zft.api import Engine, EngineConfig  # noqa: E402
-
 
 def main() -> None:
-    verb, model, checkpoint = sys.argv[1:4]
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=Path(checkpoint).parent) as nvme:
+    verb, *folders = sys.argv[1:]
+    seconds = {"save": save, "run": run, "checkpoint": checkpoint, "copy": copy}[verb](*map(Path, folders))
+    print(json.dumps({"event": "done", "seconds": seconds}), flush=True)
+
+
+def save(model: Path, target: Path) -> float:
+    return with_engine(model, target, lambda engine: engine.save(target))
+
+
+def run(model: Path, out: Path) -> float:
+    return with_engine(model, out, lambda engine: engine.export(out))
+
+
+def with_engine(model: Path, target: Path, action) -> float:
+    """Seconds of `action(engine)` after one step; the tiers' files lie beside `target`."""
+    import torch
+
+    from zft.api import Engine, EngineConfig
+
+    with tempfile.TemporaryDirectory(dir=target.parent) as nvme:
         config = EngineConfig(param_tier="nvme", state_tier="nvme", grad_tier="nvme", nvme_dir=nvme)
         with Engine.from_pretrained(model, config) as engine:
-            if verb == "save":
-                ids = torch.arange(5, 37).view(1, -1)
-                engine.step([{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}], lr=1e-5)
-                engine.save(checkpoint)
-            else:
-                engine.load(checkpoint)
-                engine.export(sys.argv[4])
-    print(json.dumps({"event": "done", "seconds": time.perf_counter() - started}), flush=True)
+            ids = torch.arange(5, 37).view(1, -1)
+            engine.step([{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}], lr=1e-5)
+            engine.drain()  # so that the export is timed, and not the step's updates
+            started = time.perf_counter()
+            action(engine)
+            return time.perf_counter() - started
+
+
+def checkpoint(model: Path, stored: Path, out: Path) -> float:
+    from zft.checkpoint.hf import base_dtype, export_folder
+    from zft.checkpoint.source import StoredWeights
+    from zft.models.load import build_model
+
+    started = time.perf_counter()
+    structure = build_model(model)
+    dtype = base_dtype(structure, model)
+    export_folder(out, StoredWeights(stored).units(dtype), structure, model, dtype=dtype)
+    return time.perf_counter() - started
+
+
+def copy(folder: Path, out: Path) -> float:
+    files = [path for path in folder.iterdir() if path.is_file()]
+    for path in files:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    started = time.perf_counter()
+    out.mkdir()
+    for path in files:
+        shutil.copyfile(path, out / path.name)
+        with (out / path.name).open("rb") as file:
+            os.fsync(file.fileno())
+    return time.perf_counter() - started
 
 
 main()

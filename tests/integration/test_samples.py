@@ -14,6 +14,7 @@ from tests.integration.test_cli import zft
 from tests.tiny import tiny_folder, tiny_tokenizer
 from zft.compose import compose
 from zft.data import DataOptions, prepare
+from zft.dist import World
 from zft.train import samples
 
 ARGS = "train.seq_len=64 train.steps=3 train.lr=3e-2 train.grad_accum_steps=2 samples=2".split()
@@ -76,5 +77,5 @@ def test_without_room_it_says_so_and_goes_on(here, monkeypatch, capsys):
     run = compose("sft", ["model=model", "data=chats.jsonl", "out=o", "samples=1"], here)
     prepared = prepare(str(here / "chats.jsonl"), tiny_tokenizer(64), seq_len=64)
     monkeypatch.setattr(samples, "_free_bytes", lambda: 1000)
-    samples.keep_samples(run, here / "model", prepared, tiny_tokenizer(64))
+    samples.keep_samples(run, here / "model", prepared, tiny_tokenizer(64), World.single("cpu"))
     assert "samples=1: left out, the whole model needs" in capsys.readouterr().out

@@ -96,10 +96,8 @@ def update_rate(seconds: float = 0.3, numel: int = 8 << 20) -> float:
 
 def bus_rates(device: torch.device, seconds: float = 0.2, size: int = 256 * MIB) -> tuple[float, float]:
     """(host to device, device to host) bytes/s with pinned memory."""
-    host, there = (
-        torch.empty(size, dtype=torch.uint8, pin_memory=True),
-        torch.empty(size, dtype=torch.uint8, device=device),
-    )
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
 
     def timed(target: torch.Tensor, source: torch.Tensor) -> float:
         def work() -> None:

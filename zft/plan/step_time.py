@@ -23,7 +23,7 @@ from zft.plan.traffic import (
     is_immediate,
     step_traffic,
     update,
-)  # fmt: skip
+)
 
 GRADIENT_ADD_BYTES = 20
 """A weight gradient of one micro-batch is written, read and added to the float32 sum (read, written)."""
@@ -99,9 +99,8 @@ def _products(shape: ModelShape, config: EngineConfig, batch: Batch, rates: Rate
     dims, reached = shape.dims, backward_units(shape)
     carrying = carrying_units(shape)
     speed = rates.flops(dims.hidden)
-    attention = (
-        2.0 * (batch.mean_len or batch.seq_len) * dims.heads * dims.head_dim
-    )  # a token, a layer; causal: half of 4 T
+    # of a token, in a layer; causal: half of 4 T
+    attention = 2.0 * (batch.mean_len or batch.seq_len) * dims.heads * dims.head_dim
     forward = backward = 0.0
     for unit in shape.units:
         numel, trained = unit.matmul_numel, _trained_share(unit)

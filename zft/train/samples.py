@@ -13,9 +13,11 @@ import psutil
 import torch
 
 from zft.config import RunConfig
+from zft.dist import World
 from zft.models.answers import answer_ids, load_plain
 from zft.observe.report import add_facts, write_report
 from zft.train.folder import RunFolder
+from zft.train.setup import together
 
 MAX_NEW_TOKENS = 32
 TEXT_PROMPT_TOKENS = 16
@@ -38,8 +40,18 @@ def prompts(prepared: Any, count: int) -> list[list[int]]:
     return found
 
 
-def keep_samples(run: RunConfig, base: Path, prepared: Any, tokenizer: Any) -> None:
-    """Answer `run.samples` prompts of the data with the base and with the export; add them to the run's report."""
+def keep_samples(run: RunConfig, base: Path, prepared: Any, tokenizer: Any, world: World) -> None:
+    """Answer `run.samples` prompts of the data with the base and with the export; add them to the run's report.
+
+    Rank 0's work; collective, unless none are asked for.
+    """
+    if run.samples:
+        with together(world):
+            if world.is_main:
+                _keep(run, base, prepared, tokenizer)
+
+
+def _keep(run: RunConfig, base: Path, prepared: Any, tokenizer: Any) -> None:
     asked, folder = prompts(prepared, run.samples), RunFolder(run.out)
     needed, free = _bytes_of(base), _free_bytes()
     if needed > free:
@@ -55,9 +67,9 @@ def keep_samples(run: RunConfig, base: Path, prepared: Any, tokenizer: Any) -> N
 
 def _answers(where: Path, asked: list[list[int]], run: RunConfig, stop_ids: list[int], tokenizer: Any) -> list[str]:
     model = load_plain(where, run.trust_remote_code)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if max(max(ids) for ids in asked) >= rows:  # the base does not know tokens that the run adds
-        model.resize_token_embeddings(max(max(ids) for ids in asked) + 1)
+    rows = max(map(max, asked), default=-1) + 1
+    if rows > model.get_input_embeddings().weight.shape[0]:  # the base does not know tokens that the run adds
+        model.resize_token_embeddings(rows)
     found = [answer_ids(model, torch.tensor([ids]), MAX_NEW_TOKENS, stop_ids) for ids in asked]
     return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in found]
 
