@@ -1,7 +1,8 @@
 """Ranks, their groups and the few collectives of the engine: torch.distributed only (gloo on CPU, NCCL on GPU).
 
 Two kinds of group. Payload groups carry tensors on the compute device. The control group (always gloo) carries a few
-integers between the hosts, so that agreeing on an order or an error never synchronises a GPU.
+integers between the hosts, so that agreeing on an order or an error never synchronises a GPU. A second world, `ahead`, has
+groups of its own: on them the fetch thread gathers the next unit's weights while this one's collectives go on.
 """
 
 from __future__ import annotations
@@ -47,8 +48,14 @@ class Mesh:
 class World:
     """This rank among all ranks: rank, size, device and mesh, and collectives that no-op on one rank."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, mesh: Mesh, control: object = None):
+    def __init__(
+        self, rank: int, size: int, device: torch.device, mesh: Mesh, control: object = None, ahead: World | None = None
+    ):
         self.rank, self.size, self.device, self.mesh, self.control = rank, size, device, mesh, control
+        self.ahead = ahead or self
+        """The same ranks on groups of their own, for one other thread."""
+        self.out_of_contact = False
+        """Has a collective failed? Then the other ranks are not where this one is, and nothing can be agreed on."""
 
     @staticmethod
     def single(device: str | torch.device | None = None) -> World:
@@ -71,8 +78,12 @@ class World:
         if not dist.is_initialized():
             dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=timeout)
         rank, size = dist.get_rank(), dist.get_world_size()
-        control = dist.new_group(backend="gloo", timeout=timeout)
-        return World(rank, size, where, _mesh(rank, size, shard_ranks, timeout), control)
+
+        def made(everyone: object, ahead: World | None) -> World:
+            control = dist.new_group(backend="gloo", timeout=timeout)
+            return World(rank, size, where, _mesh(rank, size, shard_ranks, everyone, timeout), control, ahead)
+
+        return made(dist.group.WORLD, made(dist.new_group(timeout=timeout), None))
 
     @property
     def is_main(self) -> bool:
@@ -134,7 +145,11 @@ class World:
         if self.size == 1 or isinstance(error, RankError):
             return  # they know already
         error.is_told = True
-        with suppress(RankError):  # out of contact: they know as much
+        self.refuse(error)
+
+    def refuse(self, error: BaseException) -> None:
+        """Answer the agreement that the other ranks are in, or come to, with `error`."""
+        with suppress(RankError):  # out of contact, or another has failed as well: they know as much
             self._exchange([_FAILED], error)
 
     def fail_once(self, error: BaseException) -> None:
@@ -161,6 +176,17 @@ class World:
             raise error
         self.gather_ints([0])
 
+    def agree_on(self, number: int, what: str, error: BaseException | None = None) -> None:
+        """As `agree`, and raise on all of them where a rank comes with another number: they are not at the same place."""
+        if error is not None:
+            self.agree(error)
+        found = [row[0] for row in self.gather_ints([number])]
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise RankError(
+                    f"rank {rank} {what} {other} where rank 0 {what} {found[0]}; all ranks must run the same steps"
+                )
+
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
@@ -173,6 +199,7 @@ class World:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            self.out_of_contact = True
             raise RankError(f"rank {self.rank} lost contact with another rank: {str(error).splitlines()[0]}") from error
 
     def _exchange(self, values: list[int], error: BaseException | None = None) -> list[list[int]]:
@@ -221,13 +248,13 @@ def _device(name: str | torch.device | None, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _mesh(rank: int, size: int, shard_ranks: int | None, timeout: timedelta) -> Mesh:
+def _mesh(rank: int, size: int, shard_ranks: int | None, everyone: object, timeout: timedelta) -> Mesh:
     shard = shard_ranks or size
     if size % shard:
         raise ZftError(f"engine.shard_ranks={shard} does not divide the {size} ranks; choose a divisor of {size}")
     replicate = size // shard
     if replicate == 1:
-        return Mesh(size, 1, rank, dist.group.WORLD, None)
+        return Mesh(size, 1, rank, everyone, None)
     shard_groups = [dist.new_group([r * shard + s for s in range(shard)], timeout=timeout) for r in range(replicate)]
     replicate_groups = [
         dist.new_group([r * shard + s for r in range(replicate)], timeout=timeout) for s in range(shard)

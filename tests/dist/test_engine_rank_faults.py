@@ -192,6 +192,76 @@ def full_disk(folder: str) -> str:
         return f"{type(caught.value).__name__}: {caught.value}"
 
 
+def unreadable_ahead(folder: str) -> str:
+    """Rank 1 cannot read the weights of layer 1, which are fetched while layer 0 computes."""
+    rank = int(os.environ["RANK"])
+    settings = toy_config(param_tier="nvme", state_tier="nvme", grad_tier="nvme", nvme_dir=folder)
+    with Engine(Toy(), settings) as engine:
+        engine.step(toy_batches(2)[0][rank::2], loss_fn=square_loss)
+        engine.drain()
+        fetcher, inner = engine.parts.fetcher, engine.parts.fetcher._fetch_group
+
+        def broken(group):
+            if rank == 1 and group.name.startswith("layers.1"):
+                raise OSError(errno.EIO, "cannot read")
+            return inner(group)
+
+        fetcher._fetch_group = broken
+        with pytest.raises((OSError, RankError)) as caught:
+            engine.step(toy_batches(2)[0][rank::2], loss_fn=square_loss)
+        fetcher._fetch_group = inner
+        engine.step(toy_batches(2)[0][rank::2], loss_fn=square_loss)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_weights_that_one_rank_cannot_fetch_ahead_stop_all_ranks(tmp_path):
+    zero, one = run_ranks(2, unreadable_ahead, str(tmp_path / "tiers"))
+    assert zero.startswith("RankError: rank 1 failed (OSError") and one.startswith("OSError") and "cannot read" in one
+
+
+def bad_batch(failing: int) -> str:
+    """A micro-batch that is none: this rank fails before it asks for the first unit, which the others have asked for."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with Engine(Toy(), toy_config()) as engine:
+        for number, mbs in enumerate(toy_batches(size, 3)):
+            if number == 1:
+                bad = [{"input_ids": None}] if rank == failing else mbs[rank::size]
+                with pytest.raises((AttributeError, RankError)) as caught:
+                    engine.step(bad, loss_fn=square_loss)
+            engine.step(mbs[rank::size], loss_fn=square_loss)
+        return f"{type(caught.value).__name__} {digest_of(engine)}"
+
+
+@pytest.mark.parametrize(("size", "failing"), [(2, 0), (3, 2)])
+def test_a_rank_that_fails_before_the_others_fetch_leaves_a_clean_engine(size, failing):
+    found = [each.split() for each in run_ranks(size, bad_batch, failing)]
+    assert [name for name, _ in found] == ["AttributeError" if rank == failing else "RankError" for rank in range(size)]
+    assert [digest for _, digest in found] == run_ranks(size, clean_digest)
+
+
+def clean_digest() -> str:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with Engine(Toy(), toy_config()) as engine:
+        for mbs in toy_batches(size, 3):
+            engine.step(mbs[rank::size], loss_fn=square_loss)
+        return digest_of(engine)
+
+
+def other_guess() -> str:
+    """Rank 1 expects another unit next than rank 0 does."""
+    rank = int(os.environ["RANK"])
+    with Engine(Toy(), toy_config(timeout_s=6.0)) as engine:
+        if rank == 1:
+            engine.parts.order.after = lambda unit: engine.parts.units[-1]
+        with pytest.raises(RankError) as caught:
+            engine.step(toy_batches(2)[0][rank::2], loss_fn=square_loss)
+        return str(caught.value)
+
+
+def test_ranks_that_ask_for_different_units_get_an_error():
+    assert all("unshards unit" in text and "all ranks must run the same steps" in text for text in run_ranks(2, other_guess))
+
+
 def test_one_ranks_full_disk_stops_all(tmp_path):
     zero, one = run_ranks(2, full_disk, str(tmp_path / "tiers"))
     assert zero.startswith("RankError: rank 1 failed")

@@ -10,6 +10,7 @@ from torch import nn
 from tests.harness import run_ranks
 from tests.parity.cells import batches, digest_of
 from tests.plain import plain_loop
+from tests.recorded import Log, Meeting
 from tests.tiny import tiny_model
 from tests.toy import ADAMW, WIDTH, Layer, Toy, apart, same_bits, square_loss, toy_batches, toy_config, weights_of
 from zft.api import Engine
@@ -285,3 +286,28 @@ def test_the_norm_is_global_and_before_clipping(arch):
 def _norm(arch: str, rows: list[dict]) -> float:
     with Engine(tiny_model(arch), toy_config(max_grad_norm=1e-3)) as engine:
         return engine.step(rows[RANK() :: SIZE()]).grad_norm
+
+
+# weights are gathered ahead of their visit
+
+
+def gathers() -> list[str]:
+    """A steady step in which a layer computes no further before the next unit's gather has begun."""
+    log = Log()
+    with Engine(Toy(), toy_config(), record=log) as engine:
+        for mbs in toy_batches(SIZE(), 2):
+            engine.step(mbs[RANK() :: SIZE()], loss_fn=square_loss)
+        log.rows.clear()
+        # embed, layers 0 1 2, then 2 1 0 for the backward pass
+        meeting, left = Meeting(engine.parts.fetcher, "_gather"), [3, 4, 5, 6, 7, 7]
+        for layer in engine.model.layers:
+            layer.norm.register_forward_pre_hook(lambda *_: meeting.wait_for(left.pop(0)))
+        engine.step(toy_batches(SIZE())[0][RANK() :: SIZE()], loss_fn=square_loss)
+        assert not left
+    return log.work("collective")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_next_unit_is_gathered_while_this_one_computes(size):
+    layers = [f"gather layers.{index}#0" for index in range(3)]
+    assert run_ranks(size, gathers) == [["gather embed#0", *layers, *reversed(layers)]] * size

@@ -1,13 +1,13 @@
 """The schedule: recorded order of fetch, compute, reduce and update against the expected one, also with delays."""
 
 import os
-import threading
 import time
 from concurrent.futures import Future
 
 import pytest
 import torch
 
+from tests.recorded import Log, Meeting
 from tests.toy import Toy, square_loss, toy_batches, toy_config
 from zft.api import Engine
 from zft.engine.schedule import Order
@@ -17,26 +17,6 @@ NVME = {"param_tier": "nvme", "state_tier": "nvme", "grad_tier": "nvme"}
 BACKWARD = {"max_grad_norm": None, "nonfinite": "raise"}
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 SLOW_S = 0.03
-
-
-class Log:
-    """Recorded work; `work` gives the names of one lane in the order in which they began."""
-
-    def __init__(self):
-        self.rows: list[tuple[str, str, float, float]] = []
-        self.lock = threading.Lock()
-
-    def __call__(self, lane: str, name: str, start: float, end: float) -> None:
-        with self.lock:
-            self.rows.append((lane, name, start, end))
-
-    def work(self, lane: str) -> list[str]:
-        return [name for _, name, _, _ in sorted((r for r in self.rows if r[0] == lane), key=lambda r: r[2])]
-
-    def span(self, lane: str, name: str, turn: int = 0) -> tuple[float, float]:
-        found = sorted((start, end) for where, what, start, end in self.rows if (where, what) == (lane, name))
-        assert len(found) > turn, f"{lane} {name} is not in {self.rows}"
-        return found[turn]
 
 
 class SlowToy(Toy):
@@ -91,25 +71,6 @@ def test_updates_in_the_backward_pass_follow_each_reduction():
     assert log.work("update") == [*(f"{name}#0" for name in reversed(LAYERS)), "embed#0", "leftovers#0"]
     for name in [*LAYERS, "embed"]:
         assert log.span("update", f"{name}#0")[0] >= log.span("compute", f"reduce {name}#0")[0]
-
-
-class Meeting:
-    """Counts the calls of a method on its thread; lets computation wait until there were so many."""
-
-    def __init__(self, owner: object, method: str):
-        self.count, self.changed, inner = 0, threading.Condition(), getattr(owner, method)
-
-        def counted(*args):
-            with self.changed:
-                self.count += 1
-                self.changed.notify_all()
-            return inner(*args)
-
-        setattr(owner, method, counted)
-
-    def wait_for(self, count: int) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.count >= count, timeout=20), f"{self.count} of {count} have begun"
 
 
 def meet(method: str, owner: str, expected: list[int], tmp_path) -> None:

@@ -30,6 +30,9 @@ class Backward:
     def walk(self, tape: Tape, last_wave: bool, head: Unit | None) -> None:
         """Every visit of the tape, latest first. `head`: its backward pass ran in its forward visit already."""
         remaining = [visit for visit in tape.visits if visit.unit is not head]
+        seen = zip(*self.world.gather_ints([len(visit.entries) for visit in remaining]), strict=True)
+        for visit, counts in zip(remaining, seen, strict=True):
+            visit.is_entered = any(counts)
         for visit in remaining:
             for group in trained(visit.unit):
                 group.awaited += 1
@@ -64,7 +67,7 @@ class Backward:
         if not light:
             self.sharder.unshard(unit)
         self.fetcher.prefetch(
-            next((v.unit for v in reversed(remaining) if v.entries and not is_plain_embedding(v.unit)), None)
+            next((v.unit for v in reversed(remaining) if v.is_entered and not is_plain_embedding(v.unit)), None)
         )
         started = time.perf_counter()
         self.gradients.open(groups)

@@ -174,6 +174,7 @@ class Gradients:
             pending = group.pending_update(now.step, now.lr, now.grad_scale)
             first = record.ranges.state_start - record.ranges.grad_start
             self.updater.run(record, pending, grad=buffer[first : first + record.ranges.state_numel])
+            record.updated = self.streams.record()
             group.outdated = group.flat is not None
             group.stale = not group.replicated and record.ranges.hi_numel != record.ranges.state_numel
             return total

@@ -68,7 +68,7 @@ class Parts:
         for rec in self.records.values():
             rec.allocate(config, self.folder, Memory(world.device, self.pinned), self.traffic)
         self.updater = Updater(config, world.device, self.traffic, record)
-        self.fetcher = Fetcher(self.records, self.updater, self.streams, self.pinned)
+        self.fetcher = Fetcher(self.records, self.updater, self.streams, self.pinned, world)
         self.sharder = Sharder(self.records, self.fetcher, world, record)
         self.gradients = Gradients(self.records, world, config, self.fetcher, self.pinned)
         self.gradients.folder = self.folder

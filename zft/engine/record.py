@@ -12,6 +12,7 @@ from zft.dist import World
 from zft.engine.layout import round_up
 from zft.engine.unit import ParamGroup
 from zft.optim.rules import Rule
+from zft.tiers.device import Event
 from zft.tiers.nvme import NvmeFolder
 from zft.tiers.slab import FileSlab, MemorySlab, Slab, Traffic
 
@@ -63,6 +64,8 @@ class Record:
     def __init__(self, group: ParamGroup, rule: Rule | None, grad_dtype: torch.dtype, ranges: Ranges):
         self.group, self.rule, self.ranges, self.grad_dtype = group, rule, ranges, grad_dtype
         self.slabs: dict[str, Slab] = {}
+        self.updated = Event()
+        """The point at which its last update is through, on the stream that it ran on."""
 
     @property
     def hi_entries(self) -> int:

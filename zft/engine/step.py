@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from zft.config import EngineConfig, Nonfinite, Precision, ZftError
+from zft.dist import RankError
 from zft.engine.backward import is_plain_embedding, trained
 from zft.engine.gate import Mode, Pass
 from zft.engine.parts import Parts
@@ -337,13 +338,16 @@ class Stepper:
     def _recover(self, error: BaseException) -> None:
         """Leave the engine ready for a clean step: nothing half unsharded, no gradients, pending updates still pending."""
         parts = self.parts
-        parts.world.fail(error)
+        parts.world.fail_once(error)
+        parts.fetcher.catch_up(error)
         parts.gradients.abandon()
         for unit in parts.units:
             if any(group.flat is not None for group in unit.needed):
                 parts.sharder.force_reshard(unit)
         try:
             parts.fetcher.settle()
+        except RankError:
+            pass  # of the rank whose error this is, or of this one's own, told already
         except BaseException as update_error:
             self.broken = update_error
         if self.immediate and not isinstance(error, ZftError):

@@ -153,6 +153,8 @@ class Visit:
     unit: Unit
     number: int
     entries: list[Entry] = field(default_factory=list)
+    is_entered: bool = False
+    """Does any rank have entries? Known once the backward pass begins."""
 
 
 class Tape:

@@ -24,6 +24,7 @@ PAGE = "report.html"
 _LANES = {
     "compute": "computing",
     "update": "updating weights",
+    "collective": "gathering weights from other ranks",
     "nvme read": "reading NVMe",
     "nvme write": "writing NVMe",
     "h2d": "copying to the device",

@@ -28,7 +28,7 @@ circle.s-faint{fill:var(--blue)}.bad{fill:var(--red)}
 .key.s-orange::before{background:var(--orange)}.key.s-green::before{background:var(--green)}
 .lane-compute{fill:var(--blue)}.lane-update{fill:var(--orange)}
 .lane-nvme-read{fill:var(--green)}.lane-nvme-write{fill:var(--red)}.lane-h2d{fill:var(--purple)}
-.lane-d2h{fill:var(--teal)}.lane-idle{fill:none}.longest{font-weight:700;text-decoration:underline}
+.lane-collective{fill:var(--soft)}.lane-d2h{fill:var(--teal)}.lane-idle{fill:none}.longest{font-weight:700;text-decoration:underline}
 table{border-collapse:collapse;width:100%}th{font-weight:600;text-align:left;color:var(--soft)}
 td,th{padding:.25rem 1rem .25rem 0;border-bottom:1px solid var(--line);vertical-align:top}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}

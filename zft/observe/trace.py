@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-LANES = ("compute", "update", "h2d", "d2h", "nvme read", "nvme write")
+LANES = ("compute", "update", "collective", "h2d", "d2h", "nvme read", "nvme write")
 FILE = "trace.json"
 STEPS = 2
 WARM_UP_STEPS = 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 import weakref
 
 import torch
@@ -29,6 +31,38 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
     raw = torch.empty(capacity + PAGE, dtype=torch.uint8)
     start = -raw.data_ptr() % PAGE
     return raw[start : start + nbytes]
+
+
+HEAP_SLACK_BYTES = 64 << 20
+"""How far resident memory may grow before freed pages are asked back."""
+
+
+class Heap:
+    """The C library's heap. Small allocations that stay (a tape's entries) split the large blocks that a layer has freed, the
+    next layer's blocks no longer fit, and resident memory grows with the number of layers though nothing is kept."""
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+        self._low_bytes = 0
+
+    def tidy(self) -> None:
+        """Give free pages back to the system, if resident memory has grown by HEAP_SLACK_BYTES since it was lowest."""
+        if self._trim is None:
+            return
+        now = resident_bytes()
+        if now > self._low_bytes + HEAP_SLACK_BYTES:
+            self._trim(0)
+            self._low_bytes = resident_bytes()
+        self._low_bytes = min(self._low_bytes, now)
+
+
+def resident_bytes() -> int:
+    """What this process has in memory now; 0 where the kernel does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 class Arena:

@@ -62,12 +62,22 @@ class Streams:
         self.is_cuda = self.device.type == "cuda"
         self.h2d = torch.cuda.Stream(self.device) if self.is_cuda else None
         self.d2h = torch.cuda.Stream(self.device) if self.is_cuda else None
+        self.collective = torch.cuda.Stream(self.device) if self.is_cuda else None
 
     def record(self) -> Event:
         """The compute stream's present point: pass it as `after` to a copy that reuses what compute is reading."""
         if not self.is_cuda:
             return Event()
         return Event(torch.cuda.current_stream(self.device).record_event())
+
+    @contextmanager
+    def beside_compute(self) -> Iterator[None]:
+        """What is enqueued inside runs on the collectives' stream; points recorded inside are points of it."""
+        if not self.is_cuda:
+            yield
+            return
+        with torch.cuda.stream(self.collective):
+            yield
 
     def copy_h2d(self, dst: torch.Tensor, src: torch.Tensor, after: Event | None = None, name: str = "") -> Event:
         """dst (device) <- src (host). Starts once `after` is reached; None: at once, so dst must be free already."""
