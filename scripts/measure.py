@@ -67,6 +67,8 @@ def watch(command: list[str], folder: Path | None = None, timeout_s: float = 360
         reader.join(timeout=10)
     made.status, made.seconds = process.returncode, time.perf_counter() - started
     made.error = "" if process.returncode == 0 else last_error(errors)
+    if process.returncode < 0 and not made.error.startswith("stopped after"):
+        made.error = f"ended by signal {-process.returncode}" + " (out of memory?)" * (process.returncode == -9)
     return made
 
 

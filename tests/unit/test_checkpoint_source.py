@@ -10,6 +10,7 @@ from zft.api import Engine
 from zft.checkpoint.manifest import DamagedCheckpoint
 from zft.checkpoint.source import StoredWeights, by_layer
 from zft.config import AdamW, EngineConfig
+from zft.models.tensorfile import TensorFile
 
 
 def trained(tmp_path, **config) -> Engine:
@@ -49,14 +50,23 @@ def test_masters_and_computing_weights(tmp_path, config):
     engine.close()
 
 
-def test_a_flipped_byte_is_found_before_anything_is_read(tmp_path):
+@pytest.mark.parametrize("field", ["hi", "lo", "m", "digests"])
+def test_a_flipped_byte_of_a_weight_is_found_when_it_is_read(tmp_path, field):
     trained(tmp_path).close()
     [shard] = (tmp_path / "step-00000002").glob("*.safetensors")
+    with TensorFile(shard) as file:
+        key = next(key for key in file.entries if key == field or f"/{field}/" in key)
+        name, at = key.partition("/")[0], file.entries[key].start
     content = bytearray(shard.read_bytes())
-    content[-5] ^= 1
+    content[at] ^= 1
     shard.write_bytes(content)
+    stored = StoredWeights(tmp_path / "step-00000002")
+    if field == "m":
+        assert stored.read(name, torch.float32).isfinite().all(), "moments are not read"
+        return
     with pytest.raises(DamagedCheckpoint, match="damaged"):
-        StoredWeights(tmp_path / "step-00000002")
+        for tensor in stored.manifest.tensors:
+            stored.read(tensor, torch.float32)
 
 
 def test_by_layer():

@@ -1,6 +1,6 @@
 """manifest.json: what a checkpoint is made of. It is written last; without a valid one, a folder is no checkpoint.
 
-    {"checksum": ..., "format": 1, "files": {name: {bytes, xxh3_128}},
+    {"checksum": ..., "format": 2, "files": {name: {bytes, xxh3_128}},
      "tensors": {fqn: {kind, shape, fields: {field: dtype or dtype/block}, pieces: [[file, first, last], ...]}},
      "engine": {step_count, ...}, "train": {...}}
 
@@ -20,7 +20,7 @@ import xxhash
 from zft.config import ZftError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 class DamagedCheckpoint(ZftError):

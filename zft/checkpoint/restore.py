@@ -5,13 +5,16 @@ manifest and sizes -> every byte's checksum -> does it fit this engine? -> each 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import xxhash
 
 from zft.checkpoint.base import base_differs
 from zft.checkpoint.manifest import DamagedCheckpoint, Manifest, overlaps, tensor_key
+from zft.checkpoint.shard import DIGESTS
 from zft.checkpoint.sharded import VALUE, field_names, kind_of, together
 from zft.config import ZftError
 from zft.dist import World
@@ -114,6 +117,7 @@ class ShardFiles:
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
         self._open: dict[str, TensorFile] = {}
+        self._known: dict[str, dict[str, int]] = {}
 
     def read(self, name: str, field: Field, first: int, last: int, out: torch.Tensor) -> None:
         """Fill `out` with a field's entries of elements [first, last) of a parameter, from however many shards."""
@@ -123,6 +127,25 @@ class ShardFiles:
             entry = file.entries[tensor_key(name, field.name, piece[1])]
             part = out[(start - first) // block : -(-(end - first) // block)]
             file.read_into(entry.start + (start - piece[1]) // block * itemsize, part)
+
+    def read_checked(self, name: str, field: Field, out: torch.Tensor) -> None:
+        """Fill `out` with a field's entries of the whole parameter. Raises DamagedCheckpoint where a checksum differs."""
+        stored = self.manifest.tensors[name]
+        self.read(name, field, 0, math.prod(stored.shape), out)
+        for file, first, last in stored.pieces:
+            part = out[first // field.block : -(-last // field.block)].view(torch.uint8)
+            found = xxhash.xxh3_64_intdigest(memoryview(part.numpy()))
+            if found != self._digests(file)[tensor_key(name, field.name, first)]:
+                raise DamagedCheckpoint(f"{self.folder / file} is damaged (checksum); use an earlier checkpoint")
+
+    def _digests(self, name: str) -> dict[str, int]:
+        if name not in self._known:
+            file = self._file(name)
+            keys = [key for key in file.entries if key != DIGESTS]
+            values = torch.empty(len(keys), dtype=torch.int64)
+            file.read_into(file.entries[DIGESTS].start, values)
+            self._known[name] = {key: value % (1 << 64) for key, value in zip(keys, values.tolist(), strict=True)}
+        return self._known[name]
 
     def close(self) -> None:
         for file in self._open.values():

@@ -34,18 +34,16 @@ def own_weights(record: Record, master: bool) -> torch.Tensor:
     ranges = record.ranges
     if record.group.codec is not None:
         out = aligned_empty(ranges.hi_numel * 4).view(torch.float32)
-        record.group.codec.decode(_whole(record, "hi", 0, record.hi_entries), out)
+        record.group.codec.decode(_whole(record, 0, record.hi_entries), out)
         return out
-    if record.rule is None:
-        return _whole(record, "hi", 0, ranges.hi_numel).to(torch.float32 if master else record.group.hi_dtype)
-    dtype = torch.float32 if master else record.group.hi_dtype
-    out = aligned_empty(ranges.state_numel * dtype.itemsize)[: ranges.state_numel * dtype.itemsize].view(dtype)
     shift = ranges.state_start - ranges.hi_start
+    if record.rule is None:
+        return _whole(record, 0, ranges.hi_numel).to(torch.float32 if master else record.group.hi_dtype)
+    if not master:
+        return _whole(record, shift, shift + ranges.state_numel)
+    out = aligned_empty(ranges.state_numel * 4)[: ranges.state_numel * 4].view(torch.float32)
     for start in range(0, ranges.state_numel, CHUNK_NUMEL):
         end = min(start + CHUNK_NUMEL, ranges.state_numel)
-        if not master:
-            out[start:end] = get_field(record, "hi", start + shift, end + shift)
-            continue
         names = [f for f in record.rule.fields if f.name in ("hi", "lo", "master")]
         views = {}
         for f in names:
@@ -55,8 +53,14 @@ def own_weights(record: Record, master: bool) -> torch.Tensor:
     return out
 
 
-def _whole(record: Record, name: str, start: int, end: int) -> torch.Tensor:
-    return torch.cat([get_field(record, name, s, min(s + CHUNK_NUMEL, end)) for s in range(start, end, CHUNK_NUMEL)])
+def _whole(record: Record, start: int, end: int) -> torch.Tensor:
+    """Entries [start, end) of `hi` on the CPU: one request, so that all of the disk's threads read."""
+    slab = record.slabs["hi"]
+    if slab.resident:
+        return slab.view(start, end).to("cpu", copy=True)
+    out = aligned_empty((end - start) * slab.dtype.itemsize)[: (end - start) * slab.dtype.itemsize].view(slab.dtype)
+    slab.read(start, out).result()
+    return out
 
 
 def group_tensors(record: Record, world: World, master: bool) -> Iterator[tuple[str, torch.Tensor]]:
