@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
+import sys
 import weakref
 
+import psutil
 import torch
 
 from zft.config import ZftError
@@ -42,27 +43,19 @@ class Heap:
     next layer's blocks no longer fit, and resident memory grows with the number of layers though nothing is kept."""
 
     def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc's
+        self._process = psutil.Process()
         self._low_bytes = 0
 
     def tidy(self) -> None:
         """Give free pages back to the system, if resident memory has grown by HEAP_SLACK_BYTES since it was lowest."""
         if self._trim is None:
             return
-        now = resident_bytes()
+        now = self._process.memory_info().rss
         if now > self._low_bytes + HEAP_SLACK_BYTES:
             self._trim(0)
-            self._low_bytes = resident_bytes()
+            self._low_bytes = self._process.memory_info().rss
         self._low_bytes = min(self._low_bytes, now)
-
-
-def resident_bytes() -> int:
-    """What this process has in memory now; 0 where the kernel does not say."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 class Arena:
