@@ -331,19 +331,22 @@ def compare(
     rows = []
     for name, done in runs.items():
         failed = next((each.error for each in done if each.error), "")
-        inside = [row["seconds"] for each in done for row in each.rows if row.get("event") == "done"]
+        inside = [row for each in done for row in each.rows if row.get("event") == "done"]
         rows.append({"peer": name, "error": (error or failed) if failed else "", "seconds": statistics.median(e.seconds for e in done),
-                     "inside_s": statistics.median(inside) if inside else None, "peak_bytes": max(e.peak_bytes for e in done)})  # fmt: skip
+                     "inside_s": statistics.median(row["seconds"] for row in inside) if inside else None,
+                     "inside_bytes": max((row.get("peak_bytes", 0) for row in inside), default=0),
+                     "peak_bytes": max(e.peak_bytes for e in done)})  # fmt: skip
     copy = next((row["inside_s"] for row in rows if row["peer"] == PLAIN_COPY), None)
     lines = [
         f"**{options.model}, {what}** (the whole process with imports, then the work alone)", "",
-        "| | seconds | of these the work | times the copy | peak resident GiB |", "|---|---:|---:|---:|---:|",
+        "| | seconds | of these the work | times the copy | peak resident GiB | of the work |", "|---|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for row in rows:
         inside = row["inside_s"]
         alone, times = f"{inside:.1f}" if inside else "", f"{inside / copy:.2f}" if inside and copy else ""
-        cells = f"{row['seconds']:.1f} | {alone} | {times} | {row['peak_bytes'] / 2**30:.2f}"
-        lines.append(f"| {row['peer']} | {'failed: ' + row['error'] + ' | | |' if row['error'] else cells} |")
+        work_gib = f"{row['inside_bytes'] / 2**30:.2f}" if row["inside_bytes"] else ""
+        cells = f"{row['seconds']:.1f} | {alone} | {times} | {row['peak_bytes'] / 2**30:.2f} | {work_gib}"
+        lines.append(f"| {row['peer']} | {'failed: ' + row['error'] + ' | | | |' if row['error'] else cells} |")
     path = write_result(
         options.name,
         {**facts, "command": command_line(), "rows": rows},

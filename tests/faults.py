@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zft.checkpoint import disk
+from zft.tiers.cpu import PAGE
 
 KILLED = 137
 OPERATIONS = [name for name, _ in inspect.getmembers(disk.Disk, inspect.isfunction) if not name.startswith("_")]
@@ -40,7 +41,8 @@ class FaultyDisk(disk.Disk):
             )
             if number == self.at:
                 if name == "write":
-                    self._inner.write(args[0], args[1][: len(args[1]) // 2])
+                    half = len(args[1]) // 2
+                    self._inner.write(args[0], args[1][: half // PAGE * PAGE or half], args[2])
                 if self.kind == "kill":
                     os._exit(KILLED)
                 if name != "close":  # closing frees; it doesn't need room

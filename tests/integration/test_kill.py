@@ -49,9 +49,9 @@ def forked(function: Callable[[], Any]) -> Any:
 
 def small_gathers() -> None:
     """Several writes for each shard, though the model is tiny."""
-    from zft.checkpoint import shard
+    from zft.tiers import direct
 
-    shard.GATHER_BYTES = 64 << 10
+    direct.BUFFER_BYTES = 64 << 10
 
 
 SAVES = 2

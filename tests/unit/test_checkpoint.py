@@ -247,15 +247,15 @@ def test_pieces_that_make_up_a_range():
             list(overlaps(torn, 0, 1200))
 
 
-@pytest.mark.parametrize("gather_bytes", [1, 50, 1 << 20])
-def test_a_shard_is_a_safetensors_file(tmp_path, monkeypatch, gather_bytes):
-    from zft.checkpoint import shard
+@pytest.mark.parametrize("buffer_bytes", [4096, 8192, 1 << 20])
+def test_a_shard_is_a_safetensors_file(tmp_path, monkeypatch, buffer_bytes):
     from zft.checkpoint.manifest import file_digest
+    from zft.tiers import direct
 
-    monkeypatch.setattr(shard, "GATHER_BYTES", gather_bytes)
+    monkeypatch.setattr(direct, "BUFFER_BYTES", buffer_bytes)
     tensors = {
         tensor_key("a.weight", "hi", 0): torch.arange(7, dtype=torch.bfloat16),
-        tensor_key("a.weight", "m", 256): torch.arange(5, dtype=torch.float32),
+        tensor_key("a.weight", "m", 256): torch.arange(5003, dtype=torch.float32),
         tensor_key("b", "v", 0): torch.arange(3, dtype=torch.uint8),
         tensor_key("empty", "v", 0): torch.empty(0),
     }

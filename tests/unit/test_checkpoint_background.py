@@ -12,8 +12,9 @@ from tests.faults import faulty
 from tests.small_run import digest
 from tests.tiny import tiny_model
 from zft.api import Engine, EngineConfig, World
-from zft.checkpoint import disk, shard
+from zft.checkpoint import disk
 from zft.checkpoint.manifest import Manifest, is_complete
+from zft.tiers import direct
 
 CONFIGS = {
     "deferred": {},
@@ -28,17 +29,17 @@ class HeldDisk(disk.Disk):
     def __init__(self) -> None:
         self.go, self.reached, self.writes = threading.Event(), threading.Event(), 0
 
-    def write(self, fd: int, data: memoryview) -> None:
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
         self.writes += 1
         if self.writes == 2:
             self.reached.set()
             assert self.go.wait(60)
-        super().write(fd, data)
+        super().write(fd, data, offset)
 
 
 @pytest.fixture
 def small_gathers(monkeypatch):
-    monkeypatch.setattr(shard, "GATHER_BYTES", 16 << 10)
+    monkeypatch.setattr(direct, "BUFFER_BYTES", 16 << 10)
 
 
 def engine(folder: Path, **settings: object) -> Engine:

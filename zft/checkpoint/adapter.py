@@ -23,6 +23,7 @@ from zft.checkpoint.writer import TensorFileWriter, TensorSpec
 from zft.models.adapter_weights import ADAPTER, WEIGHTS, adapter_keys
 from zft.models.hub import is_hub_id
 from zft.models.tensorfile import TensorFile
+from zft.tiers.direct import WriteBehind
 
 CONFIG = "adapter_config.json"
 
@@ -67,7 +68,8 @@ def _write_weights(
     path: Path, units: Iterator[dict[str, Tensor]], keys: dict[str, str], specs: dict[str, TensorSpec]
 ) -> dict[str, int]:
     """Every tensor of the adapter, once; returns checksums. Raises ExportError for a value that is not finite."""
-    writer = TensorFileWriter(path, specs)
+    behind = WriteBehind()
+    writer = TensorFileWriter(path, specs, behind)
     try:
         for unit in units:
             for name, tensor in unit.items():
@@ -78,6 +80,7 @@ def _write_weights(
                 writer.write(keys[name], tensor)
         writer.finish()
     finally:
+        behind.close()
         writer.abort()
     return writer.checksums
 

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from zft.tiers.direct import write_all
+
 
 class Disk:
     """The few operations of a save. Each public method is a point at which a process may die or a disk fill up."""
@@ -27,11 +29,9 @@ class Disk:
             if error.errno == 28:  # ENOSPC
                 raise
 
-    def write(self, fd: int, data: memoryview) -> None:
-        """Append all of `data`."""
-        done = 0
-        while done < len(data):
-            done += os.write(fd, data[done:])
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        """All of `data` at `offset`."""
+        write_all(fd, data, offset)
 
     def sync(self, fd: int) -> None:
         os.fsync(fd)

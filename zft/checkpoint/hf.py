@@ -29,6 +29,7 @@ from zft.checkpoint.writer import TensorFileWriter, TensorSpec
 from zft.config import ZftError
 from zft.models.load import load_config, stored_dtype
 from zft.models.source import INDEX
+from zft.tiers.direct import WriteBehind
 
 __all__ = ["ExportError", "ExportOptions", "ExportReport", "Exporter", "export_folder", "verify_export"]
 
@@ -111,6 +112,7 @@ class Exporter:
         self._left = set(self._dtypes)
         self._work = Workspace(self.folder)
         self._writers: dict[str, TensorFileWriter] = {}
+        self._behind = WriteBehind()
         try:
             self._file_of = self._open_files()
         except BaseException:
@@ -131,7 +133,7 @@ class Exporter:
             raise ZftError(f"max_shard_size is like 5GB or 500MB, got {self.options.max_shard_size!r}") from error
         for filename, names in plan.filename_to_tensors.items():
             self._writers[filename] = TensorFileWriter(
-                self._work.path / filename, {name: self.specs[name] for name in names}
+                self._work.path / filename, {name: self.specs[name] for name in names}, self._behind
             )
         if plan.is_sharded:
             numel = sum(tensor.numel() for tensor in self.model.parameters())
@@ -168,6 +170,7 @@ class Exporter:
             raise ExportError(f"{len(self._left)} weights were never given, among them {sorted(self._left)[0]}")
         for writer in self._writers.values():
             writer.finish()
+        self._behind.close()
         warnings = self._write_rest()
         checksums = {name: total for writer in self._writers.values() for name, total in writer.checksums.items()}
         verify_export(
@@ -196,6 +199,7 @@ class Exporter:
 
     def abort(self) -> None:
         """Removes everything written so far."""
+        self._behind.close()
         for writer in self._writers.values():
             writer.abort()
         self._work.remove()

@@ -18,6 +18,7 @@ from pathlib import Path
 import xxhash
 
 from zft.config import ZftError
+from zft.tiers.direct import Reader, set_direct
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -103,9 +104,11 @@ def is_complete(folder: Path) -> bool:
 
 
 def file_digest(path: Path) -> str:
+    """xxh3_128 of what is on the disk."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
-        for block in iter(lambda: file.read(8 << 20), b""):
+        set_direct(file.fileno(), True)
+        for block in Reader().blocks(file.fileno()):
             digest.update(block)
     return digest.hexdigest()
 

@@ -22,6 +22,7 @@ from zft.engine.parts import Parts
 from zft.engine.snapshot import restore_record
 from zft.models.tensorfile import TensorFile
 from zft.precision import Field
+from zft.tiers.direct import Reader
 
 
 def load_checkpoint(
@@ -117,6 +118,7 @@ class ShardFiles:
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
         self._open: dict[str, TensorFile] = {}
+        self._reader = Reader()
         self._known: dict[str, dict[str, int]] = {}
 
     def read(self, name: str, field: Field, first: int, last: int, out: torch.Tensor) -> None:
@@ -154,7 +156,7 @@ class ShardFiles:
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._open:
-            self._open[name] = TensorFile(self.folder / name)
+            self._open[name] = TensorFile(self.folder / name, self._reader)
         return self._open[name]
 
 

@@ -15,11 +15,10 @@ import xxhash
 from zft.checkpoint import disk
 from zft.checkpoint.manifest import StoredFile
 from zft.models.tensorfile import NAMES
+from zft.tiers.direct import WriteBehind
 
 DIGESTS = "digests"
 """int64 [tensors], in file order: xxh3_64 of each tensor's bytes."""
-GATHER_BYTES = 1 << 20
-"""Smaller pieces are written together."""
 
 
 class ShardWriter:
@@ -37,7 +36,7 @@ class ShardWriter:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         self.path, self.nbytes, self._written = path, 8 + len(text) + at, 0
-        self._digest, self._gathered = xxhash.xxh3_128(), bytearray()
+        self._digest, self._behind = xxhash.xxh3_128(), WriteBehind(disk.DISK.write)
         self._fd = disk.DISK.create(path)
         try:
             disk.DISK.reserve(self._fd, self.nbytes)
@@ -60,13 +59,14 @@ class ShardWriter:
         signed = [digest - (digest >> 63 << 64) for digest in self._digests]
         if signed:
             self._append(memoryview(torch.tensor(signed, dtype=torch.int64).view(torch.uint8).numpy()))
-        self._flush()
+        self._behind.flush()
         assert self._written == self.nbytes, f"{self.path} has {self._written} bytes, planned were {self.nbytes}"
         disk.DISK.sync(self._fd)
         self.close()
         return StoredFile(self.nbytes, self._digest.hexdigest())
 
     def close(self) -> None:
+        self._behind.close()
         if self._fd >= 0:
             disk.DISK.close(self._fd)
             self._fd = -1
@@ -89,19 +89,5 @@ class ShardWriter:
 
     def _append(self, data: memoryview) -> None:
         self._digest.update(data)
-        if len(data) < GATHER_BYTES:
-            self._gathered += data
-            if len(self._gathered) >= GATHER_BYTES:
-                self._flush()
-            return
-        self._flush()
-        self._store(data)
-
-    def _flush(self) -> None:
-        if self._gathered:
-            self._store(memoryview(bytes(self._gathered)))
-            self._gathered.clear()
-
-    def _store(self, data: memoryview) -> None:
-        disk.DISK.write(self._fd, data)
+        self._behind.write(self._fd, data, self._written)
         self._written += len(data)

@@ -218,7 +218,7 @@ def _seal(folder: Path, work: Path, manifest: Manifest) -> None:
     """The manifest is the last file; then the folder gets its name."""
     fd = disk.DISK.create(work / MANIFEST)
     try:
-        disk.DISK.write(fd, memoryview(manifest.to_json().encode()))
+        disk.DISK.write(fd, memoryview(manifest.to_json().encode()), 0)
         disk.DISK.sync(fd)
     finally:
         disk.DISK.close(fd)

@@ -13,6 +13,7 @@ from zft.checkpoint.writer import CHUNK_BYTES, TensorSpec, byte_view, checksum
 from zft.config import ZftError
 from zft.models.source import INDEX, weight_files
 from zft.models.tensorfile import TensorFile
+from zft.tiers.direct import Reader
 
 
 def verify_export(
@@ -49,8 +50,9 @@ def _check_files(folder: Path, checksums: dict[str, int] | None) -> dict[str, Te
     on_disk = {each.name for each in folder.glob("*.safetensors")}
     _same_names({path.name for path in files.values()}, on_disk, "indexed", "on disk")
     found: dict[str, TensorSpec] = {}
+    reader = Reader() if checksums is not None else None  # what is on the disk, not what the cache remembers
     for path in dict.fromkeys(files.values()):
-        with TensorFile(path) as file:
+        with TensorFile(path, reader) as file:
             for name, entry in file.entries.items():
                 if name in found or files.get(name) != path:
                     raise ExportError(f"{name} is in {path.name} but the index says {files.get(name)}")

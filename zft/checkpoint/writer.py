@@ -1,7 +1,7 @@
 """Writing one safetensors file tensor by tensor, in any order, at offsets planned from shapes alone.
 
-Nothing is buffered: a tensor's bytes go from its own memory to the file in chunks (converted on the way if need be),
-and their checksum is kept so that a reader can prove what it finds.
+A tensor's bytes go from its own memory to the disk in chunks (converted on the way if need be), and their checksum is
+kept so that a reader can prove what it finds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from zft.models.tensorfile import NAMES
+from zft.tiers.direct import WriteBehind
+from zft.tiers.disk import allocate
 
 CHUNK_BYTES = 16 << 20
 
@@ -51,16 +53,19 @@ def checksum(view: memoryview, total: int = 0) -> int:
 
 
 class TensorFileWriter:
-    """A safetensors file under construction. `write` each planned tensor once, then `finish`; `abort` only closes."""
+    """A safetensors file under construction. `write` each planned tensor once, then `finish`; `abort` only closes.
 
-    def __init__(self, path: Path, specs: dict[str, TensorSpec]):
-        self.path, self.specs = path, specs
+    behind: carries the bytes to the disk; files may share one.
+    """
+
+    def __init__(self, path: Path, specs: dict[str, TensorSpec], behind: WriteBehind):
+        self.path, self.specs, self._behind = path, specs, behind
         self.checksums: dict[str, int] = {}
         header, self._offsets, self.nbytes = plan_header(specs)
         self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         try:
-            _reserve(self._fd, self.nbytes)
-            _write_all(self._fd, memoryview(header), 0)
+            allocate(self._fd, self.nbytes)  # a full disk is found now rather than after an hour
+            behind.write(self._fd, memoryview(header), 0)
         except BaseException:
             self.abort()
             raise
@@ -73,7 +78,7 @@ class TensorFileWriter:
         offset, total = self._offsets[name], 0
         for part in _parts(tensor, spec.dtype):
             view = byte_view(part)
-            _write_all(self._fd, view, offset)
+            self._behind.write(self._fd, view, offset)
             total = checksum(view, total)
             offset += len(view)
         self.checksums[name] = total
@@ -82,6 +87,7 @@ class TensorFileWriter:
         """Makes the file durable. Raises if a planned tensor was not written."""
         missing = self.specs.keys() - self.checksums.keys()
         assert not missing, f"{self.path.name}: {sorted(missing)[:3]} were never written"
+        self._behind.flush()
         os.fsync(self._fd)
         self.abort()
 
@@ -112,19 +118,3 @@ def _parts(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     step = CHUNK_BYTES // max(dtype.itemsize, tensor.dtype.itemsize)
     for part in flat.split(step):
         yield part if part.dtype == dtype else part.to(dtype)
-
-
-def _reserve(fd: int, nbytes: int) -> None:
-    """A full disk is found now rather than after an hour; where the filesystem cannot reserve, writes find it."""
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except (AttributeError, OSError) as error:
-        if getattr(error, "errno", None) == 28:
-            raise
-        os.ftruncate(fd, nbytes)
-
-
-def _write_all(fd: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)

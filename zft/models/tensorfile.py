@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zft.config import ZftError
+from zft.tiers.direct import Reader, set_direct
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -48,13 +49,17 @@ class TensorEntry:
 
 
 class TensorFile:
-    """One open safetensors file. Raises ZftError, naming the file, when it is damaged. Thread-safe; close when done."""
+    """One open safetensors file. Raises ZftError, naming the file, when it is damaged. Close when done.
 
-    def __init__(self, path: Path):
+    reader: tensors are read past the page cache, by it. Thread-safe without one.
+    """
+
+    def __init__(self, path: Path, reader: Reader | None = None):
         self.path = path
         self._fd = os.open(path, os.O_RDONLY)
         try:
             self.entries, self.metadata = self._header()
+            self._reader = reader if reader is not None and set_direct(self._fd, True) else None
         except BaseException:
             self.close()
             raise
@@ -100,7 +105,7 @@ class TensorFile:
     def read_into(self, offset: int, out: Tensor) -> None:
         """Fills a contiguous CPU tensor from the file's bytes at an absolute offset."""
         view = memoryview(out.reshape(-1).view(torch.uint8).numpy()) if out.numel() else memoryview(b"")
-        done = 0
+        done = self._reader.read(self._fd, offset, view) if self._reader is not None else 0
         while done < len(view):
             got = os.preadv(self._fd, [view[done : done + (1 << 30)]], offset + done)
             if got <= 0:

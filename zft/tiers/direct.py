@@ -1,0 +1,164 @@
+"""Files past the page cache, at any offset: whole pages go straight to and from the disk, the ends of a run through the cache.
+
+A checkpoint or an export is written once and seldom read again: pages kept for it would push out those of others, and
+filling them costs more than the disk does. Where a filesystem has no direct I/O everything goes through the cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from zft.tiers.claim import fcntl
+from zft.tiers.cpu import PAGE, aligned_empty, round_up
+
+BUFFER_BYTES = 16 << 20
+"""A multiple of PAGE."""
+Store = Callable[[int, memoryview, int], None]
+"""(descriptor, bytes, offset in the file): writes all of them, or raises OSError."""
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """All of `data` at `offset` of the file."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)
+
+
+class WriteBehind:
+    """Runs of bytes for files, written by a thread while the next ones are gathered; `flush` when all are given.
+
+    Bytes that follow on from those before them, in the same file, are one run. An error of the thread is raised by a later
+    `write` or by `flush`. Nothing is durable before an fsync.
+    """
+
+    def __init__(self, store: Store = write_all):
+        self._store = store
+        self._buffer, self._other = (aligned_empty(BUFFER_BYTES).numpy() for _ in range(2))
+        self._thread = ThreadPoolExecutor(1, "zft-write")
+        self._writing: Future | None = None
+        self._fd, self._start, self._end = -1, 0, 0
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        """The bytes are copied: `data` may change afterwards."""
+        if not len(data):
+            return
+        source = np.frombuffer(data, dtype=np.uint8)
+        if (fd, offset) != (self._fd, self._end):
+            self._hand_over()
+            self._fd, self._start, self._end = fd, offset, offset
+        while len(source):
+            at = self._end - self._base
+            part = source[: len(self._buffer) - at]
+            self._buffer[at : at + len(part)] = part
+            self._end += len(part)
+            source = source[len(part) :]
+            if self._end == self._base + len(self._buffer):
+                self._hand_over()
+
+    def flush(self) -> None:
+        """Returns when everything given is in the files."""
+        self._hand_over()
+        self._wait()
+
+    def close(self) -> None:
+        """Ends the thread; what was not flushed may be lost."""
+        self._thread.shutdown(cancel_futures=True)
+
+    @property
+    def _base(self) -> int:
+        """Where in the file the buffer begins: memory and file are aligned alike."""
+        return self._start // PAGE * PAGE
+
+    def _hand_over(self) -> None:
+        if self._start == self._end:
+            return
+        self._wait()  # for the other buffer
+        filled = memoryview(self._buffer)[self._start - self._base : self._end - self._base]
+        self._writing = self._thread.submit(self._write_run, self._fd, filled, self._start)
+        self._buffer, self._other = self._other, self._buffer
+        self._start = self._end
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _write_run(self, fd: int, data: memoryview, offset: int) -> None:
+        """A first part up to a page's start, whole pages, the rest."""
+        first = min(round_up(offset) - offset, len(data))
+        last = max(first, (offset + len(data)) // PAGE * PAGE - offset)
+        if first:
+            self._store(fd, data[:first], offset)
+        if last > first and not self._write_pages(fd, data[first:last], offset + first):
+            self._store(fd, data[first:last], offset + first)
+        if last < len(data):
+            self._store(fd, data[last:], offset + last)
+
+    def _write_pages(self, fd: int, data: memoryview, offset: int) -> bool:
+        """False where the filesystem refuses: some take the flag and then not the transfer."""
+        if not set_direct(fd, True):
+            return False
+        try:
+            self._store(fd, data, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        finally:
+            set_direct(fd, False)
+        return True
+
+
+class Reader:
+    """Reads files through one aligned buffer, each past the page cache if its descriptor was set so. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._buffer = aligned_empty(BUFFER_BYTES).numpy()
+
+    def read(self, fd: int, offset: int, out: memoryview) -> int:
+        """Fills `out` from `offset` on; fewer bytes than asked for only where the file ends. Returns how many."""
+        target, done = np.frombuffer(out, dtype=np.uint8), 0
+        while done < len(target):
+            skipped = (offset + done) % PAGE
+            asked = min(round_up(skipped + len(target) - done), len(self._buffer))
+            got = self._pages(fd, offset + done - skipped, asked) - skipped
+            if got <= 0:
+                break
+            part = self._buffer[skipped : skipped + min(got, len(target) - done)]
+            target[done : done + len(part)] = part
+            done += len(part)
+        return done
+
+    def blocks(self, fd: int) -> Iterator[memoryview]:
+        """The whole file, a buffer at a time; each valid until the next."""
+        at = 0
+        while got := self._pages(fd, at, len(self._buffer)):
+            yield memoryview(self._buffer)[:got]
+            at += got
+
+    def _pages(self, fd: int, offset: int, nbytes: int) -> int:
+        try:
+            return os.preadv(fd, [self._buffer[:nbytes]], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not set_direct(fd, False):
+                raise
+            return os.preadv(fd, [self._buffer[:nbytes]], offset)
+
+
+def set_direct(fd: int, on: bool) -> bool:
+    """Let the descriptor's next requests go past the page cache, or no longer. False where that cannot be chosen."""
+    if fcntl is None or not hasattr(os, "O_DIRECT"):
+        return False
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
