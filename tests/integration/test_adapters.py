@@ -84,6 +84,7 @@ def test_resumed_is_uninterrupted_to_the_last_bit(name, here):
     ok(zft(*args, "out=whole", cwd=here))
     ok(zft(*args, "out=parts", "train.stop_after=2", cwd=here))
     stopped = load_file(here / "parts" / "checkpoints" / "step-00000002" / "rank-00000-of-00001.safetensors")
+    del stopped["digests"]  # of the file's own tensors
     assert stopped and all("lora_" in key for key in stopped)  # the frozen base is not in it
     ok(zft("resume", "parts", cwd=here))
     assert losses(here / "parts") == losses(here / "whole")
