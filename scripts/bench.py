@@ -2,7 +2,7 @@
 
     python scripts/bench.py step --model 135m [--steps 3] [--rounds 2] [--only zft-nvme,ds-cpu] [--peers-python PYTHON]
     python scripts/bench.py step --model 1b1 --tokens 256
-    python scripts/bench.py update | load | export --model 135m
+    python scripts/bench.py update | load | export --model 135m [--only ds-cpu: beside DeepSpeed's]
     python scripts/bench.py data --model FOLDER --rows FILE
 
 `--model` is a shape of scripts/make_shape.py (random weights, made once in --work) or a folder. `--peers-python` is the
@@ -303,20 +303,32 @@ def export(options: argparse.Namespace) -> int:
         "zft, from a checkpoint": [*peer, "checkpoint", str(model), str(ours), str(out)],
         PLAIN_COPY: [*peer, "copy", str(model), str(out)],
     }
+    saved = None
+    if "ds-cpu" in options.only.split(","):
+        saved = deepspeed_saved(model, theirs, options)
+        script = theirs / "zero_to_fp32.py"
+        commands["DeepSpeed zero_to_fp32.py"] = (
+            [options.peers_python, str(script), str(theirs), str(out), "--safe_serialization"]
+            if not saved.error
+            else ["false"]
+        )
+    return compare(options, facts, "exporting what was trained", commands, saved.error if saved else "")
+
+
+def deepspeed_saved(model: Path, target: Path, options: argparse.Namespace) -> Watched:
+    """A checkpoint by DeepSpeed, after one small step."""
     work = options.inside / "ds"
     work.mkdir()
-    saved = watch(
-        [options.peers_python, "scripts/bench_peers/deepspeed_peer.py", "--model", str(model), "--work", str(work), "--variant", "cpu",
-         "--steps", "1", "--warmup", "0", "--micro-batches", "1", "--tokens", "32"],
-        env={"BENCH_SAVE": str(theirs), "PATH": f"{Path(options.peers_python).parent}:{_path()}"},
-    )  # fmt: skip
-    script = theirs / "zero_to_fp32.py"
-    commands["DeepSpeed zero_to_fp32.py"] = (
-        [options.peers_python, str(script), str(theirs), str(out), "--safe_serialization"]
-        if not saved.error
-        else ["false"]
-    )
-    return compare(options, facts, "exporting what was trained", commands, saved.error)
+    command = [
+        options.peers_python,
+        "scripts/bench_peers/deepspeed_peer.py",
+        "--model",
+        str(model),
+        "--work",
+        str(work),
+    ]
+    command += ["--variant", "cpu-float32", "--steps", "1", "--warmup", "0", "--micro-batches", "1", "--tokens", "32"]
+    return watch(command, env={"BENCH_SAVE": str(target), "PATH": f"{Path(options.peers_python).parent}:{_path()}"})
 
 
 def compare(

@@ -65,12 +65,9 @@ def checkpoint(model: Path, stored: Path, out: Path) -> dict:
     from zft.checkpoint.source import StoredWeights
     from zft.models.load import build_model
 
-    def work() -> None:
-        structure = build_model(model)
-        dtype = base_dtype(structure, model)
-        export_folder(out, StoredWeights(stored).units(dtype), structure, model, dtype=dtype)
-
-    return measured(work)
+    structure = build_model(model)  # imports the model's module
+    dtype = base_dtype(structure, model)
+    return measured(lambda: export_folder(out, StoredWeights(stored).units(dtype), structure, model, dtype=dtype))
 
 
 def copy(folder: Path, out: Path) -> dict:

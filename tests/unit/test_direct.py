@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zft.tiers import direct
 from zft.tiers.cpu import PAGE
-from zft.tiers.direct import Reader, WriteBehind, set_direct, write_all
+from zft.tiers.direct import Reader, WriteBehind, is_direct, set_direct, write_all
 
 SIZE = 20 * PAGE + 77
 SMALL = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -24,9 +24,7 @@ def buffer(monkeypatch):
 
 def refuses(fd: int, data: memoryview, offset: int) -> None:
     """A filesystem that takes the flag and not the transfer."""
-    import fcntl
-
-    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+    if is_direct(fd):
         raise OSError(errno.EINVAL, "Invalid argument")
     write_all(fd, data, offset)
 
@@ -71,12 +69,10 @@ def test_runs_land_where_they_belong(tmp_path, buffer, runs, store, seed):
 
 def test_whole_pages_go_past_the_cache(tmp_path, buffer):
     """All but the first part of a page and the last; each request as large as the buffer allows."""
-    import fcntl
-
     seen = []
 
     def store(fd: int, data: memoryview, offset: int) -> None:
-        seen.append((offset, len(data), bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)))
+        seen.append((offset, len(data), is_direct(fd)))
         write_all(fd, data, offset)
 
     fd = os.open(tmp_path / "x", os.O_RDWR | os.O_CREAT)
@@ -106,4 +102,24 @@ def test_an_error_of_the_thread_is_raised(tmp_path, buffer, kind):
             behind.write(fd, memoryview(bytes(4 * PAGE)), number * 4 * PAGE)
         behind.flush()
     behind.close()
+    os.close(fd)
+
+
+def test_a_filesystem_that_refuses_direct_reads(tmp_path, buffer, monkeypatch):
+    """The flag is taken back and the page cache serves; an error that stays is raised."""
+    (tmp_path / "x").write_bytes(whole := os.urandom(9 * PAGE + 5))
+    fd, preadv, refused = os.open(tmp_path / "x", os.O_RDONLY), os.preadv, []
+
+    def picky(fd: int, buffers: list, offset: int) -> int:
+        if is_direct(fd):
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", picky)
+    assert set_direct(fd, True)
+    assert b"".join(map(bytes, Reader().blocks(fd))) == whole and refused and not is_direct(fd)
+    monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(errno.EINVAL, "Invalid argument")))
+    with pytest.raises(OSError, match="Invalid argument"):
+        Reader().read(fd, 3, memoryview(bytearray(5)))
     os.close(fd)

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 
 from zft.checkpoint.names import ExportError
-from zft.checkpoint.writer import CHUNK_BYTES, TensorSpec, byte_view, checksum
+from zft.checkpoint.writer import TensorSpec, byte_view, checksum
 from zft.config import ZftError
 from zft.models.source import INDEX, weight_files
 from zft.models.tensorfile import TensorFile
 from zft.tiers.direct import Reader
+
+
+READ_BYTES = 64 << 20
+"""A multiple of 8, as `checksum` wants its parts."""
 
 
 def verify_export(
@@ -71,9 +75,9 @@ def _check_files(folder: Path, checksums: dict[str, int] | None) -> dict[str, Te
 def tensor_checksum(file: TensorFile, name: str) -> int:
     """The checksum of a tensor's bytes as they lie in the file, read in chunks."""
     entry, total = file.entries[name], 0
-    buffer = torch.empty(min(entry.nbytes, CHUNK_BYTES), dtype=torch.uint8)
-    for at in range(0, entry.nbytes, CHUNK_BYTES):
-        part = buffer[: min(CHUNK_BYTES, entry.nbytes - at)]
+    buffer = torch.empty(min(entry.nbytes, READ_BYTES), dtype=torch.uint8)
+    for at in range(0, entry.nbytes, READ_BYTES):
+        part = buffer[: min(READ_BYTES, entry.nbytes - at)]
         file.read_into(entry.start + at, part)
         total = checksum(byte_view(part), total)
     return total

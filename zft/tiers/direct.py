@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -114,40 +115,67 @@ class WriteBehind:
         return True
 
 
+READS = 4
+"""Requests of a reader in flight; each has its share of BUFFER_BYTES."""
+
+
 class Reader:
-    """Reads files through one aligned buffer, each past the page cache if its descriptor was set so. Not thread-safe."""
+    """Reads files, each past the page cache if its descriptor was set so, with several requests in flight. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._buffer = aligned_empty(BUFFER_BYTES).numpy()
+        self._buffers = [aligned_empty(max(BUFFER_BYTES // READS, PAGE)).numpy() for _ in range(READS)]
+        self._threads = ThreadPoolExecutor(READS, "zft-read")  # they end with the reader
 
     def read(self, fd: int, offset: int, out: memoryview) -> int:
         """Fills `out` from `offset` on; fewer bytes than asked for only where the file ends. Returns how many."""
-        target, done = np.frombuffer(out, dtype=np.uint8), 0
-        while done < len(target):
-            skipped = (offset + done) % PAGE
-            asked = min(round_up(skipped + len(target) - done), len(self._buffer))
-            got = self._pages(fd, offset + done - skipped, asked) - skipped
-            if got <= 0:
-                break
-            part = self._buffer[skipped : skipped + min(got, len(target) - done)]
+        target, done, skipped = np.frombuffer(out, dtype=np.uint8), 0, offset % PAGE
+        for block in self._blocks(fd, offset - skipped, round_up(offset + len(target))):
+            part = block[skipped : skipped + len(target) - done]
             target[done : done + len(part)] = part
-            done += len(part)
+            done, skipped = done + len(part), 0
         return done
 
     def blocks(self, fd: int) -> Iterator[memoryview]:
         """The whole file, a buffer at a time; each valid until the next."""
-        at = 0
-        while got := self._pages(fd, at, len(self._buffer)):
-            yield memoryview(self._buffer)[:got]
-            at += got
+        yield from map(memoryview, self._blocks(fd, 0, os.fstat(fd).st_size))
 
-    def _pages(self, fd: int, offset: int, nbytes: int) -> int:
+    def _blocks(self, fd: int, start: int, end: int) -> Iterator[np.ndarray]:
+        """[start, end) of the file, or what there is of it; `start` at a page."""
+        size = len(self._buffers[0])
+        starts = range(start, end, size)
+        asked: deque[Future] = deque()
         try:
-            return os.preadv(fd, [self._buffer[:nbytes]], offset)
+            for number, at in enumerate(starts):
+                if number >= READS - 1:  # one buffer is with the caller
+                    yield asked.popleft().result()
+                buffer = self._buffers[number % READS][: round_up(min(size, end - at))]
+                asked.append(self._threads.submit(_fill, fd, at, buffer))
+            while asked:
+                yield asked.popleft().result()
+        finally:
+            wait(asked)  # nobody writes into a buffer that is used again
+
+
+def _fill(fd: int, offset: int, buffer: np.ndarray) -> np.ndarray:
+    """The buffer's part that the file has: all of it, but at the file's end."""
+    done = 0
+    while done < len(buffer):
+        try:
+            got = os.preadv(fd, [buffer[done:]], offset + done)
         except OSError as error:
-            if error.errno != errno.EINVAL or not set_direct(fd, False):
+            # a filesystem takes the flag and not the transfer, or a request was cut short inside of a page
+            if error.errno != errno.EINVAL or not is_direct(fd):
                 raise
-            return os.preadv(fd, [self._buffer[:nbytes]], offset)
+            set_direct(fd, False)
+            continue
+        if got == 0:
+            break
+        done += got
+    return buffer[:done]
+
+
+def is_direct(fd: int) -> bool:
+    return fcntl is not None and bool(fcntl.fcntl(fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
 
 
 def set_direct(fd: int, on: bool) -> bool:
