@@ -175,6 +175,7 @@ class Engine:
         dtype None gives the weights that compute (`hi`); any other is rounded once from the float32 masters.
         """
         self.drain()
+        self.parts.rest()
         for unit in [*self.parts.units, self.parts.leftovers]:
             named: dict[str, torch.Tensor] = {}
             for group in unit.groups:
@@ -215,6 +216,7 @@ class Engine:
     def _trained_units(self) -> Iterator[tuple[list[str], dict[str, torch.Tensor]]]:
         """(names of all parameters, trained parameters in float32 on the CPU) of one unit at a time. Collective."""
         self.drain()
+        self.parts.rest()
         for unit in [*self.parts.units, self.parts.leftovers]:
             names = [span.name for group in unit.groups for span in group.layout.spans]
             trained = {}

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
 
+from tests.tiny import tiny_model
+from zft.api import Engine, EngineConfig
+from zft.dist import World
 from zft.engine.pool import BufferPool
 
 
@@ -52,3 +56,36 @@ def test_a_wrong_release_is_found():
     pool = BufferPool(4096)
     with pytest.raises(AssertionError, match="released twice"):
         pool.release(torch.empty(8))
+
+
+def test_what_nobody_holds_is_forgotten():
+    pool = BufferPool(1 << 20, limit=2)
+    held, given = pool.acquire(9, torch.uint8), pool.acquire(9, torch.uint8)
+    address = weakref.ref(pool.taken[given.data_ptr()])
+    pool.release(given)
+    del given
+    pool.forget()
+    assert address() is None and pool.owns(held)
+    pool.release(held)
+
+
+def test_an_export_leaves_no_trace_in_the_steps_after_it(tmp_path):
+    """The buffers of a step are given back before it; the next step makes them again and finds the same numbers."""
+    rows = torch.arange(5, 21).view(1, -1)
+    batch = {"input_ids": rows, "labels": rows, "attention_mask": torch.ones_like(rows)}
+
+    def losses(export: bool) -> list[float]:
+        found = []
+        config = EngineConfig(param_tier="nvme", state_tier="nvme", grad_tier="nvme", nvme_dir=str(tmp_path / "nvme"))
+        with Engine(tiny_model("llama"), config, world=World.single("cpu")) as engine:
+            for _ in range(3):
+                found.append(engine.step([batch], lr=0.01).loss)
+                if export:
+                    assert engine.parts.sharder.slots.free
+                    units = engine.stream_units()
+                    next(units)
+                    assert not engine.parts.sharder.slots.free and not engine.parts.gradients.flats.free
+                    assert len(list(units)) > 2
+        return found
+
+    assert losses(True) == losses(False)

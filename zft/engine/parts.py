@@ -87,6 +87,23 @@ class Parts:
     def loss_scale(self) -> float:
         return self.scaler.scale if self.scaler is not None else 1.0
 
+    def rest(self) -> None:
+        """Give back the memory that only steps need; the next one takes it again. On a GPU its buffers stay: they are pinned."""
+        if self.streams.is_cuda:
+            return
+        gradients, fetcher = self.gradients, self.fetcher
+        for pool in (
+            fetcher.host,
+            fetcher.gathered,
+            self.sharder.slots,
+            gradients.flats,
+            gradients.small_flats,
+            gradients.staged,
+        ):
+            pool.forget()
+        self.updater.forget()
+        self.sharder.heap.trim()
+
     def close(self) -> None:
         """Stop the threads, give the model its own forwards back, remove the files."""
         self.fetcher.close()

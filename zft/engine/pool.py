@@ -83,6 +83,11 @@ class BufferPool:
             self.free[raw.numel()].append((raw, event or Event()))
             self.changed.notify()
 
+    def forget(self) -> None:
+        """Let go of the buffers that nobody holds; `acquire` makes others."""
+        with self.changed:
+            self.free.clear()
+
     def _size(self, needed: int) -> int:
         """The smallest of the pool's sizes that holds `needed` bytes."""
         size = self.capacity_bytes

@@ -48,6 +48,10 @@ class Updater:
         if errors:
             raise errors[0]
 
+    def forget(self) -> None:
+        """Let go of the workers' staging buffers; the next update makes others."""
+        self.staging = threading.local()
+
     def close(self) -> None:
         self.pool.shutdown(wait=True)
 

@@ -53,9 +53,14 @@ class Heap:
             return
         now = self._process.memory_info().rss
         if now > self._low_bytes + HEAP_SLACK_BYTES:
+            self.trim()
+        self._low_bytes = min(self._low_bytes, now)
+
+    def trim(self) -> None:
+        """Give free pages back to the system."""
+        if self._trim is not None:
             self._trim(0)
             self._low_bytes = self._process.memory_info().rss
-        self._low_bytes = min(self._low_bytes, now)
 
 
 class Arena:
