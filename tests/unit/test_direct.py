@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from zft.tiers import direct
 from zft.tiers.cpu import PAGE
-from zft.tiers.direct import Reader, WriteBehind, is_direct, set_direct, write_all
+from zft.tiers.direct import Reader, WriteBehind, set_direct, write_all
 
 SIZE = 20 * PAGE + 77
 SMALL = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -20,6 +21,10 @@ SMALL = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCh
 @pytest.fixture
 def buffer(monkeypatch):
     monkeypatch.setattr(direct, "BUFFER_BYTES", 4 * PAGE)
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 def refuses(fd: int, data: memoryview, offset: int) -> None:
@@ -62,6 +67,8 @@ def test_runs_land_where_they_belong(tmp_path, buffer, runs, store, seed):
                 assert reader.read(fd, start, memoryview(out)) == length
                 assert out == whole[start : start + length]
             assert reader.read(fd, SIZE - 3, memoryview(bytearray(9))) == 3, "the file ends there"
+            assert reader.read(fd, SIZE, memoryview(bytearray(9))) == 0
+            assert is_direct(fd), "the end of a file is no refusal"
     finally:
         for fd in fds:
             os.close(fd)

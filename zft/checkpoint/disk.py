@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from zft.tiers.direct import write_all
+from zft.tiers.disk import allocate
 
 
 class Disk:
@@ -21,13 +22,7 @@ class Disk:
 
     def reserve(self, fd: int, nbytes: int) -> None:
         """A full disk is found now and not after an hour; where the filesystem cannot reserve, `write` finds it."""
-        if not hasattr(os, "posix_fallocate") or not nbytes:
-            return
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-        except OSError as error:
-            if error.errno == 28:  # ENOSPC
-                raise
+        allocate(fd, nbytes)
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
         """All of `data` at `offset`."""

@@ -105,9 +105,12 @@ class TensorFile:
     def read_into(self, offset: int, out: Tensor) -> None:
         """Fills a contiguous CPU tensor from the file's bytes at an absolute offset."""
         view = memoryview(out.reshape(-1).view(torch.uint8).numpy()) if out.numel() else memoryview(b"")
-        done = self._reader.read(self._fd, offset, view) if self._reader is not None else 0
+        done = 0
         while done < len(view):
-            got = os.preadv(self._fd, [view[done : done + (1 << 30)]], offset + done)
+            if self._reader is not None:
+                got = self._reader.read(self._fd, offset + done, view[done:])
+            else:
+                got = os.preadv(self._fd, [view[done : done + (1 << 30)]], offset + done)
             if got <= 0:
                 raise ZftError(
                     f"{self.path} ends at byte {offset + done}, in the middle of a tensor; download it again"

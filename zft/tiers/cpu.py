@@ -35,7 +35,9 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
 
 
 HEAP_SLACK_BYTES = 64 << 20
-"""How far resident memory may grow before freed pages are asked back."""
+"""How far resident memory may grow before freed pages are asked back: asking often costs page faults."""
+HEAP_SLACK_SHARE = 16
+"""Or this part of what is resident, where that is more: beside much memory a little slack is cheaper than faults."""
 
 
 class Heap:
@@ -48,11 +50,11 @@ class Heap:
         self._low_bytes = 0
 
     def tidy(self) -> None:
-        """Give free pages back to the system, if resident memory has grown by HEAP_SLACK_BYTES since it was lowest."""
+        """Give free pages back to the system, if resident memory has grown by more than the slack since it was lowest."""
         if self._trim is None:
             return
         now = self._process.memory_info().rss
-        if now > self._low_bytes + HEAP_SLACK_BYTES:
+        if now > self._low_bytes + max(HEAP_SLACK_BYTES, self._low_bytes // HEAP_SLACK_SHARE):
             self.trim()
         self._low_bytes = min(self._low_bytes, now)
 

@@ -140,42 +140,40 @@ class Reader:
         yield from map(memoryview, self._blocks(fd, 0, os.fstat(fd).st_size))
 
     def _blocks(self, fd: int, start: int, end: int) -> Iterator[np.ndarray]:
-        """[start, end) of the file, or what there is of it; `start` at a page."""
+        """[start, end) of the file, or what there is of it; `start` at a page. Only the last block may be short."""
         size = len(self._buffers[0])
         starts = range(start, end, size)
         asked: deque[Future] = deque()
         try:
-            for number, at in enumerate(starts):
+            for number in range(len(starts) + READS - 1):
                 if number >= READS - 1:  # one buffer is with the caller
-                    yield asked.popleft().result()
-                buffer = self._buffers[number % READS][: round_up(min(size, end - at))]
-                asked.append(self._threads.submit(_fill, fd, at, buffer))
-            while asked:
-                yield asked.popleft().result()
+                    block = asked.popleft().result()
+                    yield block
+                    if len(block) < size:
+                        return
+                if number < len(starts):
+                    buffer = self._buffers[number % READS][: round_up(min(size, end - starts[number]))]
+                    asked.append(self._threads.submit(_fill, fd, starts[number], buffer))
         finally:
             wait(asked)  # nobody writes into a buffer that is used again
 
 
 def _fill(fd: int, offset: int, buffer: np.ndarray) -> np.ndarray:
     """The buffer's part that the file has: all of it, but at the file's end."""
-    done = 0
+    done, refused = 0, False
     while done < len(buffer):
         try:
             got = os.preadv(fd, [buffer[done:]], offset + done)
         except OSError as error:
-            # a filesystem takes the flag and not the transfer, or a request was cut short inside of a page
-            if error.errno != errno.EINVAL or not is_direct(fd):
+            if error.errno != errno.EINVAL or refused:
                 raise
+            refused = True  # some filesystems take the flag and then not the transfer
             set_direct(fd, False)
             continue
-        if got == 0:
-            break
         done += got
+        if got % PAGE or got == 0:  # the file ends
+            break
     return buffer[:done]
-
-
-def is_direct(fd: int) -> bool:
-    return fcntl is not None and bool(fcntl.fcntl(fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
 
 
 def set_direct(fd: int, on: bool) -> bool:
