@@ -15,7 +15,6 @@ from zft.models.source import INDEX, weight_files
 from zft.models.tensorfile import TensorFile
 from zft.tiers.direct import Reader
 
-
 READ_BYTES = 64 << 20
 """A multiple of 8, as `checksum` wants its parts."""
 
