@@ -104,9 +104,10 @@ class Updater:
 
     def _stage(self, offset_bytes: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A page-aligned piece of this worker's own staging buffer."""
-        if not hasattr(self.staging, "buffer"):
-            self.staging.buffer = aligned_empty(CHUNK_NUMEL * 24)
-        return self.staging.buffer[offset_bytes : offset_bytes + count * dtype.itemsize].view(dtype)
+        staging = self.staging  # `forget` may put another in its place
+        if not hasattr(staging, "buffer"):
+            staging.buffer = aligned_empty(CHUNK_NUMEL * 24)
+        return staging.buffer[offset_bytes : offset_bytes + count * dtype.itemsize].view(dtype)
 
 
 def segments_of(record: Record, pending: Pending, start: int, end: int) -> dict[int, Segments]:
