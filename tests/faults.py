@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zft.checkpoint import disk
-from zft.tiers.cpu import PAGE
+from zft.tiers.page import PAGE
 
 KILLED = 137
 OPERATIONS = [name for name, _ in inspect.getmembers(disk.Disk, inspect.isfunction) if not name.startswith("_")]

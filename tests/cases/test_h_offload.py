@@ -22,7 +22,8 @@ from zft.api import Engine
 from zft.config import SGD, EngineConfig, ZftError
 from zft.engine.pool import PinnedMemory
 from zft.tiers import nvme
-from zft.tiers.cpu import PAGE, Arena
+from zft.tiers.cpu import Arena
+from zft.tiers.page import PAGE
 
 TIERS = {"param_tier": "nvme", "state_tier": "nvme", "grad_tier": "nvme"}
 Usage = namedtuple("Usage", "total used free")

@@ -5,8 +5,9 @@ import gc
 import pytest
 import torch
 
-from zft.tiers.cpu import PAGE, Arena, aligned_empty
+from zft.tiers.cpu import Arena, aligned_empty
 from zft.tiers.device import Streams
+from zft.tiers.page import PAGE
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 5_000_001])

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zft.tiers import direct
-from zft.tiers.cpu import PAGE
 from zft.tiers.direct import Reader, WriteBehind, set_direct, write_all
+from zft.tiers.page import PAGE
 
 SIZE = 20 * PAGE + 77
 SMALL = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

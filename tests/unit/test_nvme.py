@@ -15,8 +15,9 @@ import torch
 
 from zft.config import ZftError
 from zft.tiers import claim, nvme
-from zft.tiers.cpu import PAGE, aligned_empty
+from zft.tiers.cpu import aligned_empty
 from zft.tiers.nvme import NvmeFolder, wait_all
+from zft.tiers.page import PAGE
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the nvme tier refuses Windows")
 

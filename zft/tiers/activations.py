@@ -8,9 +8,10 @@ from concurrent.futures import Future
 import torch
 
 from zft.config import Tier
-from zft.tiers.cpu import aligned_empty, round_up
+from zft.tiers.cpu import aligned_empty
 from zft.tiers.device import Recorder, recorded, unrecorded
 from zft.tiers.nvme import NvmeFile, NvmeFolder
+from zft.tiers.page import round_up
 from zft.tiers.slab import Traffic
 
 

@@ -11,14 +11,9 @@ import psutil
 import torch
 
 from zft.config import ZftError
+from zft.tiers.page import PAGE, round_up
 
-PAGE = 4096
-"""Alignment of buffers and of NVMe offsets (bytes)."""
 _MMAP_FROM = 1 << 20
-
-
-def round_up(nbytes: int, multiple: int = PAGE) -> int:
-    return -(-nbytes // multiple) * multiple
 
 
 def aligned_empty(nbytes: int) -> torch.Tensor:

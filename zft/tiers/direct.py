@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import numpy as np
 
 from zft.tiers.claim import fcntl
-from zft.tiers.cpu import PAGE, aligned_empty, round_up
+from zft.tiers.page import PAGE, page_buffer, round_up
 
 BUFFER_BYTES = 16 << 20
 """A multiple of PAGE."""
@@ -30,6 +30,10 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
         done += os.pwrite(fd, data[done:], offset + done)
 
 
+def _buffer(nbytes: int) -> np.ndarray:
+    return np.frombuffer(page_buffer(nbytes), dtype=np.uint8)
+
+
 class WriteBehind:
     """Runs of bytes for files, written by a thread while the next ones are gathered; `flush` when all are given.
 
@@ -39,7 +43,7 @@ class WriteBehind:
 
     def __init__(self, store: Store = write_all):
         self._store = store
-        self._buffer, self._other = (aligned_empty(BUFFER_BYTES).numpy() for _ in range(2))
+        self._buffer, self._other = (_buffer(BUFFER_BYTES) for _ in range(2))
         self._thread = ThreadPoolExecutor(1, "zft-write")
         self._writing: Future | None = None
         self._fd, self._start, self._end = -1, 0, 0
@@ -123,7 +127,7 @@ class Reader:
     """Reads files, each past the page cache if its descriptor was set so, with several requests in flight. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._buffers = [aligned_empty(max(BUFFER_BYTES // READS, PAGE)).numpy() for _ in range(READS)]
+        self._buffers = [_buffer(max(BUFFER_BYTES // READS, PAGE)) for _ in range(READS)]
         self._threads = ThreadPoolExecutor(READS, "zft-read")  # they end with the reader
 
     def read(self, fd: int, offset: int, out: memoryview) -> int:

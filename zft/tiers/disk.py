@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from zft.tiers.claim import SUFFIX
-from zft.tiers.cpu import PAGE, aligned_empty
+from zft.tiers.page import PAGE, page_buffer
 
 
 def file_name(name: str) -> str:
@@ -50,7 +50,7 @@ def direct_works(folder: Path) -> bool:
     if not hasattr(os, "O_DIRECT"):
         return False
     probe = folder / f"probe{SUFFIX}"
-    page = aligned_empty(PAGE).zero_().numpy()
+    page = page_buffer(PAGE)
     try:
         fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
     except OSError as error:

@@ -17,9 +17,10 @@ import torch
 
 from zft.config import ZftError
 from zft.tiers import claim
-from zft.tiers.cpu import PAGE, aligned_empty, round_up
+from zft.tiers.cpu import aligned_empty
 from zft.tiers.device import Recorder, recorded, unrecorded
 from zft.tiers.disk import allocate, direct_works, file_name, in_memory
+from zft.tiers.page import PAGE, round_up
 
 PIECE_BYTES = 8 << 20
 """A request is split into pieces of at most this size, so that one large request keeps several in flight."""
