@@ -51,7 +51,8 @@ def python(wheel, tmp_path_factory) -> Path:
     site = Path(
         subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip()
     )
-    (site / "lent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    lent = sysconfig.get_paths()["purelib"]  # with what is lent to this one in turn
+    (site / "lent.pth").write_text(f"import site; site.addsitedir({lent!r})\n")
     command = [
         sys.executable,
         "-m",
