@@ -28,6 +28,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     parameters = sum(p.numel() for p in model.parameters())
     largest = max(p.numel() for p in model.parameters())
+    model.train()  # from_pretrained returns it in evaluation mode, in which transformers checkpoints nothing
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     model.enable_input_require_grads()
     model.config.use_cache = False

@@ -17,6 +17,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh = init_device_mesh(device, (1,))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    model.train()  # from_pretrained returns it in evaluation mode, in which transformers checkpoints nothing
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
     offload = CPUOffloadPolicy() if options.variant == "offload" else OffloadPolicy()

@@ -13,6 +13,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.variant or "float32")).to(
         device
     )
+    model.train()  # from_pretrained returns it in evaluation mode, in which transformers checkpoints nothing
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
