@@ -102,7 +102,8 @@ class EngineConfig:
     precision: Precision = Precision.auto
     """auto is bf16."""
     compute_dtype: str = "auto"
-    """auto, float32, bfloat16 or float16. auto: the record's dtype on a GPU, float32 on a CPU (it multiplies float32 faster)."""
+    """auto, float32, bfloat16 or float16. auto is what multiplies fastest: the record's dtype on a GPU; on a CPU float32, or
+    bfloat16 where the CPU has tiles for it (AMX). The record, and so the master, is the same either way."""
     activation: Activation = Activation.full
     activation_tier: Tier = Tier.cpu
     """Where activation=offload moves unit inputs: cpu or nvme."""

@@ -76,7 +76,7 @@ def resolve_precision(config: EngineConfig, device: torch.device | str) -> Preci
             f"optimizer=adamw_compact needs precision=bf16, got {precision}; set precision=bf16 or optimizer=adamw"
         )
     if config.compute_dtype == "auto":
-        compute = hi if torch.device(device).type == "cuda" else torch.float32
+        compute = hi if multiplies_fastest(hi, torch.device(device).type) else torch.float32
     elif config.compute_dtype not in _COMPUTE:
         raise ZftError(f"compute_dtype is one of auto, {', '.join(_COMPUTE)}, got {config.compute_dtype}")
     else:
@@ -88,6 +88,13 @@ def resolve_precision(config: EngineConfig, device: torch.device | str) -> Preci
         )
     grad = torch.bfloat16 if precision == Precision.bf16 else torch.float32
     return PrecisionPlan(precision, hi, compute, grad, _fields(precision, config.optim, compact), compact)
+
+
+def multiplies_fastest(dtype: torch.dtype, device_type: str) -> bool:
+    """Whether matrices of `dtype` multiply faster than float32's there: on a GPU, and bfloat16's on a CPU with AMX tiles."""
+    if device_type != "cpu":
+        return True
+    return dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
 
 
 def _fields(precision: Precision, optim, compact: bool) -> tuple[Field, ...]:

@@ -46,9 +46,9 @@ def test_47_float16_model_trains_on_float32_masters(stored, frozen, tmp_path):
                 assert record.slabs["master"].dtype == record.slabs["grad"].dtype == torch.float32
         results = [engine.step(step) for step in steps]
         named = {name: tensor for name, tensor in engine.named_parameters() if name in plain.weights}
-    assert [r.loss for r in results] == pytest.approx(plain.losses, abs=1e-6)
+    assert [r.loss for r in results] == pytest.approx(plain.losses, abs=5e-6)
     assert [r.grad_norm for r in results] == pytest.approx(plain.norms, abs=1e-5) and min(plain.norms) > 0.5
-    assert apart(named, plain.weights) <= 1e-6
+    assert apart(named, plain.weights) <= 5e-6
 
 
 def test_47_float16_adapter_trains_on_float32_masters(tmp_path):

@@ -40,8 +40,8 @@ def batch() -> dict[str, torch.Tensor]:
 # 87
 
 
-def python_files(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in folder.glob("*.py")}
+def python_files(root: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in root.glob("*.py")}
 
 
 @pytest.mark.parametrize("kind", ["full", "merged"])

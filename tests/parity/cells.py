@@ -74,6 +74,7 @@ def config_of(cell: Cell, nvme_dir: str) -> EngineConfig:
         grad_tier=cell["grad_tier"],
         nvme_dir=nvme_dir,
         precision=cell["precision"],
+        compute_dtype="float32",  # as the plain loop
         activation=activation,
         activation_tier=where or "cpu",
         max_grad_norm=1.0 if cell["update"] == "clipped" else None,

@@ -89,7 +89,7 @@ def reduced(dtype: str) -> list[float]:
     import os
 
     rank = int(os.environ["RANK"])
-    with Engine(tiny_model("llama"), EngineConfig(reduce_dtype=dtype, optim=AdamW(lr=1e-2, eps=1e-3))) as engine:
+    with Engine(tiny_model("llama"), EngineConfig(reduce_dtype=dtype, compute_dtype="float32", optim=AdamW(lr=1e-2, eps=1e-3))) as engine:
         return [engine.step(mbs[rank::2]).loss for mbs in batches(2, 10)]
 
 

@@ -76,7 +76,8 @@ def test_an_export_leaves_no_trace_in_the_steps_after_it(tmp_path):
 
     def losses(export: bool) -> list[float]:
         found = []
-        config = EngineConfig(param_tier="nvme", state_tier="nvme", grad_tier="nvme", nvme_dir=str(tmp_path / "nvme"))
+        tiers = dict.fromkeys(("param_tier", "state_tier", "grad_tier"), "nvme")
+        config = EngineConfig(nvme_dir=str(tmp_path / "nvme"), compute_dtype="float32", **tiers)  # hi is cast to a slot
         with Engine(tiny_model("llama"), config, world=World.single("cpu")) as engine:
             for _ in range(3):
                 found.append(engine.step([batch], lr=0.01).loss)

@@ -112,8 +112,9 @@ def test_records(precision, optim, fields, bytes_each):
 @pytest.mark.parametrize(
     ("precision", "asked", "device", "compute"),
     [
-        ("bf16", "auto", "cpu", torch.float32),
         ("bf16", "auto", "cuda", torch.bfloat16),
+        ("bf16", "float32", "cpu", torch.float32),
+        ("fp16", "auto", "cpu", torch.float32),
         ("bf16", "bfloat16", "cpu", torch.bfloat16),
         ("fp16", "auto", "cuda:1", torch.float16),
         ("fp16", "float32", "cuda", torch.float32),
@@ -124,6 +125,13 @@ def test_compute_dtype(precision, asked, device, compute):
     plan = resolve_precision(EngineConfig(precision=precision, compute_dtype=asked), device)
     assert plan.compute_dtype == compute
     assert plan.grad_dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+
+
+@pytest.mark.parametrize(("tiles", "compute"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_a_cpu_computes_in_what_it_multiplies_fastest(monkeypatch, tiles, compute):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    assert resolve_precision(EngineConfig(precision="bf16"), "cpu").compute_dtype == compute
+    assert resolve_precision(EngineConfig(precision="fp32"), "cpu").compute_dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from zft.config import ZftError
+from zft.config import EngineConfig, ZftError
 
 
 def add(app: typer.Typer) -> None:
@@ -48,6 +48,7 @@ def examine(folder: Path, quick: bool = False) -> dict:
     import torch
 
     from zft.plan import here, probe
+    from zft.precision import resolve_precision
 
     size, seconds = (64 << 20, 0.1) if quick else (512 << 20, 1.0)
     rates = probe.measure(None, seconds, size)
@@ -57,7 +58,9 @@ def examine(folder: Path, quick: bool = False) -> dict:
     rates["nvme"] = {**earlier, **rates["nvme"]}
     versions, wanted, satisfied = _packages()
     memory = psutil.virtual_memory()
+    compute = resolve_precision(EngineConfig(), "cuda" if torch.cuda.is_available() else "cpu").compute_dtype
     return {
+        "compute_dtype": str(compute).removeprefix("torch."),
         "versions": versions, "wanted": wanted, "satisfied": satisfied, "processor": probe.processor(),
         "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0], "torch_cuda": torch.version.cuda,
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],

@@ -36,7 +36,7 @@ def _packages(found: dict) -> list[Advice]:
 def _devices(found: dict) -> list[Advice]:
     rows = []
     if not found["gpus"]:
-        rows.append(Advice(False, "no GPU: everything computes on the processor, in float32 from the same records"))
+        rows.append(Advice(False, f"no GPU: everything computes on the processor, in {found['compute_dtype']} from the same records"))
         if found["torch_cuda"]:
             rows.append(
                 Advice(
