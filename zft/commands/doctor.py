@@ -74,6 +74,9 @@ def _disk(folder: Path, size: int) -> dict:
 
     from zft.plan import here, probe
 
+    first = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not first.is_dir():
+        return {"error": f"{first} is a file; name a folder"}
     there = here.nearest(str(folder))
     try:
         found = {"direct": probe.nvme_rates(there, size), "buffered": probe.buffered_rates(there, size)}
